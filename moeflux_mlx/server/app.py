@@ -7,7 +7,6 @@ request that cannot be served is refused before the headers of an answer are sen
 import asyncio
 import contextlib
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -29,6 +28,7 @@ from ..errors import BadRequestError
 from ..files import JsonDict
 from . import page
 from .errors import error_body
+from .faults import report
 from .guard import BUSY, MAX_BODY, BodyError, Guard, Rules
 from .image_pool import ImagePool
 from .live import EVERY, Watch
@@ -380,6 +380,6 @@ async def _left(*_: Any) -> Response:
 
 
 async def _fault(request: HttpRequest, error: Exception) -> Response:
-    print(f"error: a request failed: {type(error).__name__}", file=sys.stderr, flush=True)
+    report("a request failed", error)
     message = f"the server has a fault ({type(error).__name__}); look at its log"
     return JSONResponse(error_body(request.url.path, 500, "server_error", message), 500)

@@ -1,7 +1,6 @@
 """Runs one request, a piece at a time: takes a session, computes tokens, emits events, and gives the session back."""
 
 import secrets
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,11 +13,12 @@ from ..engine.generation import GenerationResponse, SamplerOptions, xtc_special_
 from ..engine.running_text import Stopped
 from ..engine.sampling import LogitsProcessor, make_logits_processors, make_sampler
 from ..engine.session import Answer
-from ..errors import DeviceError, ExpertIOError, MoefluxError, RequestError
+from ..errors import MoefluxError, RequestError
 from ..experts.stats import Asked
 from ..ops.interrupt import interruptible
 from ..text.tokenizer import TokenizerWrapper
 from .answering import Answering
+from .faults import report
 from .job import Job
 from .prepare import sampler_settings
 from .request import Accepted, Failed, Finish, PromptProgress, Sampling
@@ -163,9 +163,7 @@ class Running:
     def fail(self, error: Exception) -> None:
         if not isinstance(error, RequestError):  # the client's own mistake, which only the client is told
             self._totals.failed += 1
-            # Another error may contain the request.
-            remedy = f": {error}" if isinstance(error, (DeviceError, ExpertIOError)) else ""
-            print(f"error: a request failed: {type(error).__name__}{remedy}", file=sys.stderr, flush=True)
+            report("a request failed", error)
         self._end_with(_failure(error))
 
     def _token(self, response: GenerationResponse) -> None:
@@ -198,12 +196,12 @@ class Running:
             if self._answer is not None:
                 self._answer.close()
         except Exception as error:
-            _lost(error)
+            report("a conversation was lost", error)
         try:
             if self._kept is not None:
                 self._sessions.give_back(self._kept, max(prepared.boundaries, default=len(prepared.tokens) - 1))
         except Exception as error:
-            _lost(error)
+            report("a conversation was lost", error)
 
     def _progress(self, done: int, total: int) -> None:
         self._check()
@@ -265,7 +263,3 @@ def _failure(error: Exception) -> Failed:
         return Failed(400, "invalid_value", str(error))
     what = "reading or computing failed" if isinstance(error, MoefluxError) else "the server has a fault"
     return Failed(500, "server_error", f"{what} ({type(error).__name__}); try again, or look at the server's log")
-
-
-def _lost(error: Exception) -> None:
-    print(f"error: a conversation was lost: {type(error).__name__}", file=sys.stderr, flush=True)
