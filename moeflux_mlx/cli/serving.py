@@ -162,9 +162,9 @@ def serve(switch: "ModelSwitch", listener: "Listener", listening: socket.socket)
 def _why(error: BaseException) -> str:
     from ..server.faults import described
 
-    return (
-        str(error) if isinstance(error, MoefluxError) else f"the model cannot be loaded: {error!r}, {described(error)}"
-    )
+    if isinstance(error, MoefluxError):
+        return str(error)
+    return f"the model cannot be loaded: {error!r}; {described(error)}"
 
 
 def check_installed() -> None:
