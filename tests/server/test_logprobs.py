@@ -17,16 +17,18 @@ from moeflux_mlx.server.prepare import PreparedRequest
 from moeflux_mlx.server.request import Logprobs, Request, Sampling
 from moeflux_mlx.server.wire import chat, completions, responses
 from moeflux_mlx.server.wire.ids import Ids
+from moeflux_mlx.text.calls.mistral import MISTRAL
 from moeflux_mlx.text.calls.tool_call import QWEN_JSON, QWEN_XML
 from moeflux_mlx.text.channels import THINK
 from moeflux_mlx.text.detokenizer import StreamingDetokenizer
-from moeflux_mlx.text.events import Text
+from moeflux_mlx.text.events import CallEnd, Text
 
 APIS = {"chat": chat, "completions": completions, "responses": responses}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-PIECES = ["a", "b", "ab", " ", "\n", "é", "😊", "<", "<think>", "</think>", "<tool_call>", "\n\n", CALL, CALL[:20]]
-LETTERS = st.text("ab é😊\n", max_size=12)
+MARKED = '[TOOL_CALLS]f[ARGS]{"a": 1}'
+PIECES = [*"abf<é😊 \n", "ab", "\n\n", "<think>", "</think>", "<tool_call>", CALL, CALL[:20], MARKED]
+LETTERS = st.text("abk é😊\n", max_size=12)
 
 
 def answer_of(request, tokens, ended=True, inside_reasoning=False, dialect=None):
@@ -94,15 +96,17 @@ def streamed(request, events):
 
 
 def spelt(tokens, before, text):
-    """Returns the tokens that spell a part of `text`, which comes after `before` bytes, and where in it each begins."""
+    """Returns the numbers of the tokens that spell a part of `text`, which comes after `before` bytes, and where in it
+    each begins.
+    """
     sizes = [len(char.encode()) for char in text]
     if text.endswith("\ufffd"):  # the limit came within a character
         sizes[-1] = sum(map(len, tokens)) - before - sum(sizes[:-1])
     ends = list(accumulate(sizes, initial=before))
     spans = pairwise(accumulate(map(len, tokens), initial=0))
     return [
-        (token, sum(end <= begin for end in ends[1:]))
-        for token, (begin, end) in zip(tokens, spans, strict=True)
+        (number, sum(end <= begin for end in ends[1:]))
+        for number, (begin, end) in enumerate(spans)
         if max(begin, before) < min(end, ends[-1])
     ]
 
@@ -121,11 +125,26 @@ def check(request, tokens, before=0, **options):
     text, sent = whole(request, events)
     assert streamed(request, events) == (text, sent)
     wanted = spelt(tokens, before, text)
+    assert [(token.token_id, token.offset) for token in logprobs(events)] == wanted
     if request.api == "completions":
-        assert sent == [(token.decode(errors="replace"), offset) for token, offset in wanted]
+        assert sent == [(tokens[number].decode(errors="replace"), offset) for number, offset in wanted]
     else:
-        assert sent == [token for token, _ in wanted]
+        assert sent == [tokens[number] for number, _ in wanted]
     return text
+
+
+def logprobs(events):
+    return [token for event in events if isinstance(event, Logprobs) for token in event.tokens]
+
+
+def within_calls(tokens, data, events):
+    """Returns the numbers of the tokens in the calls of an answer of these bytes."""
+    bounds, inside, at = [*accumulate(map(len, tokens), initial=0)], set(), 0
+    for raw in (event.raw.encode() for event in events if isinstance(event, CallEnd)):
+        at = data.index(raw, at)
+        inside |= {n for n, (begin, end) in enumerate(pairwise(bounds)) if at <= begin and end <= at + len(raw)}
+        at += len(raw)
+    return inside
 
 
 PLACES = st.lists(st.integers(0, 60), max_size=30) | st.just(range(60))
@@ -149,22 +168,24 @@ def test_tokens_are_those_of_the_text(api, text, places, stops, limit, reasoning
     assert "".join(event.text for event in free if isinstance(event, Text)) == said
 
 
-@pytest.mark.parametrize("dialect", [QWEN_JSON, QWEN_XML, None], ids=["json", "xml", "none"])
+@pytest.mark.parametrize("dialect", [QWEN_JSON, QWEN_XML, MISTRAL, None], ids=["json", "xml", "mistral", "none"])
 @settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=8), PLACES, STOPS, st.booleans(), st.booleans())
-def test_tokens_of_calls_tags_and_reasoning_are_left_out(dialect, pieces, places, stops, inside, ended):
+def test_tokens_of_calls_tags_and_reasoning_are_left_out(dialect, pieces, places, stops, in_reasoning, ended):
     tokens = cut("".join(pieces), places)
     replies = []
     for api in ("chat", "responses"):
         request = asked(api, stops, tools=TOOLS if dialect else ())
-        events = answer_of(request, tokens, ended, inside, dialect)
+        events = answer_of(request, tokens, ended, in_reasoning, dialect)
         text, sent = whole(request, events)
         assert streamed(request, events) == (text, sent)
         rest = iter(b"".join(sent).decode(errors="replace"))
         assert all(char in rest for char in text if char != "\ufffd"), "each character has its token"
-        offsets = [token.offset for event in events if isinstance(event, Logprobs) for token in event.tokens]
+        offsets = [token.offset for token in logprobs(events)]
         assert offsets == sorted(offsets) and all(offset < len(text) for offset in offsets)
         if len(tokens) == len(b"".join(tokens)) == len("".join(pieces)):
             assert b"".join(sent).decode() == text and offsets == list(range(len(text))), "a token for each character"
+        inside = within_calls(tokens, "".join(pieces).encode(), events)
+        assert not inside & {token.token_id for token in logprobs(events)}
         replies.append((text, sent))
     assert replies[0] == replies[1]
