@@ -160,7 +160,11 @@ def serve(switch: "ModelSwitch", listener: "Listener", listening: socket.socket)
 
 
 def _why(error: BaseException) -> str:
-    return str(error) if isinstance(error, MoefluxError) else f"the model cannot be loaded: {error!r}"
+    from ..server.faults import described
+
+    if isinstance(error, MoefluxError):
+        return str(error)
+    return f"the model cannot be loaded: {error!r}; {described(error)}"
 
 
 def check_installed() -> None:

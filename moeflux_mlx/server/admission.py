@@ -1,17 +1,79 @@
-"""Chooses the waiting request that begins next: clients take turns, and the caches must fit in memory.
+"""Says which requests may wait, and which one begins next: clients take turns, and the caches must fit in memory.
 
 It neither computes nor waits. Requests of one client begin in order of arrival.
 """
 
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
+from ..errors import BadRequestError
 from .job import Job
 from .running import Running
+from .wire.replies import queue_full
 
 AHEAD = 1024  # memory is reserved for this many tokens of an answer at a time
 LENGTHS = 64  # sizes to cache: waiting requests are checked at every step
+
+
+class QueueFullError(BadRequestError):
+    """Too many requests wait."""
+
+    def __init__(self, waiting: int, places: int):
+        failed = queue_full(waiting, places)
+        super().__init__(failed.message, None, failed.status, failed.code)
+
+
+class Place:
+    """The place of one waiting request. Made by `Places.take`."""
+
+    def __init__(self, places: "Places", client: str):
+        self.client, self._places = client, places
+
+    def leave(self) -> None:
+        """The request waits no more; may be called again."""
+        self._places.remove(self)
+
+
+class Places:
+    """The places of the requests that wait, for any model: until it is loaded, and then for their turn. May be used in
+    any thread.
+
+    Args:
+        limit: the number of places. A client that has none gets one even if all are taken, until twice as many are.
+    """
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._taken: set[Place] = set()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    @contextmanager
+    def take(self, client: str) -> Iterator[Place]:
+        """A context manager with a place, which is left at the end or before.
+
+        Raises:
+            QueueFullError: there is none for this client.
+        """
+        place = Place(self, client)
+        with self._lock:
+            is_among = any(one.client == client for one in self._taken)
+            if len(self) >= (self._limit if is_among else 2 * self._limit):
+                raise QueueFullError(len(self), self._limit)
+            self._taken.add(place)
+        try:
+            yield place
+        finally:
+            place.leave()
+
+    def remove(self, place: Place) -> None:
+        with self._lock:
+            self._taken.discard(place)
 
 
 class Admission:

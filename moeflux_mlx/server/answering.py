@@ -1,18 +1,19 @@
 """Turns the model's pieces of text into the events of an answer: reasoning, text, calls, log-probabilities, the end."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 from ..engine.generation import GenerationResponse
 from ..engine.sampling import likeliest
 from ..experts.stats import Asked
-from ..text.calls.reader import AnswerReader
+from ..text.calls.reader import AnswerReader, merged
 from ..text.events import CallDelta, CallEnd, CallStart, Event, Reasoning, Text
 from ..text.stop import StopTexts
 from ..text.tokenizer import TokenizerWrapper
 from .prepare import PreparedRequest
 from .request import Finish, Logprobs, ServerEvent, TokenLogprob
+from .sent_tokens import SentTokens, Spellers
 
 LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
 
@@ -39,13 +40,13 @@ class Answering:
     calls: int = 0
     reasoning_tokens: int = 0
     _in_reasoning: bool = False
-    _logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         request = self.prepared.request
         tools = () if request.tool_choice == "none" else request.tools
         self._in_reasoning = self.prepared.inside_reasoning
         self._stop = StopTexts(request.stop)
+        self._tokens = None if request.sampling.top_logprobs is None else SentTokens()
         self._reader: AnswerReader | None = None
         if request.prompt is None:
             self._reader = AnswerReader(
@@ -62,14 +63,28 @@ class Answering:
 
     def take(self, response: GenerationResponse) -> list[ServerEvent]:
         """The events of one token."""
-        if self.prepared.request.sampling.top_logprobs is not None and response.finish_reason != "stop":
-            self._logprobs.append(self._logprob(response))
-        events = self._passed(self._read(response.text))
+        spellers: Sequence[Spellers] = ()
+        if self._tokens is not None:
+            token = None if response.finish_reason == "stop" else self._logprob(response)
+            spellers = self._tokens.spell(token, response.text)
+        events = self._passed(self._read(response.text, spellers))
         self.reasoning_tokens += self._in_reasoning
         return events
 
-    def _read(self, text: str) -> Sequence[Event]:
+    def _read(self, text: str, spellers: Sequence[Spellers] = ()) -> Sequence[Event]:
+        """The events that are certain; `spellers` are those of the characters, none for what the prompt has opened."""
         self.raw += text
+        if self._tokens is None:
+            return self._fed(text)
+        events: list[Event] = []
+        for char, tokens in zip(text, spellers or [()] * len(text), strict=True):
+            self._tokens.read(char, tokens)
+            fed = self._fed(char)
+            self._tokens.decide(fed, self._reader.held if self._reader else 0)
+            events += fed
+        return merged(events)
+
+    def _fed(self, text: str) -> Sequence[Event]:
         if self._reader is None:
             return [Text(text)] if text else []
         return self._reader.feed(text)
@@ -77,8 +92,10 @@ class Answering:
     def rest(self, last: GenerationResponse | None) -> list[ServerEvent]:
         """The events of text that was held back, after the last token."""
         cut = last is not None and last.finish_reason == "length"
-        events = self._passed(self._reader.finish(cut)) if self._reader and self._stop.found is None else []
-        return [*events, *self._text(self._stop.finish())]
+        read = self._reader.finish(cut) if self._reader and self._stop.found is None else []
+        if self._tokens is not None:
+            self._tokens.decide(read, 0)
+        return [*self._passed(read), *self._text(self._stop.finish())]
 
     def finish(
         self, last: GenerationResponse | None, cached: int, seconds: tuple[float, float], asked: Asked
@@ -120,7 +137,6 @@ class Answering:
             self.done = self._stop.found is not None
             return
         yield from self._text(self._stop.finish())
-        self._logprobs.clear()
         self.is_calling = isinstance(event, (CallStart, CallDelta))
         self.calls += isinstance(event, CallEnd)
         yield event
@@ -128,9 +144,8 @@ class Answering:
     def _text(self, text: str) -> Iterator[ServerEvent]:
         if not text:
             return
-        if self._logprobs:
-            yield Logprobs(tuple(self._logprobs))
-            self._logprobs.clear()
+        if self._tokens is not None and (tokens := self._tokens.send(len(text))):
+            yield Logprobs(tokens)
         yield Text(text)
 
     def _logprob(self, response: GenerationResponse) -> TokenLogprob:

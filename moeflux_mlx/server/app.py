@@ -7,7 +7,6 @@ request that cannot be served is refused before the headers of an answer are sen
 import asyncio
 import contextlib
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -29,6 +28,7 @@ from ..errors import BadRequestError
 from ..files import JsonDict
 from . import page
 from .errors import error_body
+from .faults import report
 from .guard import BUSY, MAX_BODY, BodyError, Guard, Rules
 from .image_pool import ImagePool
 from .live import EVERY, Watch
@@ -123,7 +123,8 @@ class Served:
         waits for none.
 
         Raises:
-            BadRequestError: the bodies that wait for that thread are too large together.
+            BadRequestError: the bodies that wait for that thread are too large together, or too many requests wait for
+                a model.
         """
         data = await http.body()
         if self._counting + len(data) > MAX_BODY:
@@ -135,8 +136,9 @@ class Served:
             name = Body(body).text("model") or ""
             if (preparer := await self.models.preparer(name)) is not None:
                 return await loop.run_in_executor(self._counter, make, preparer, body)
-            async with self.model(http, name) as loaded:
-                return await loop.run_in_executor(self._counter, make, loaded.preparer, body)
+            with self.models.places.take(_client(http)):
+                async with self.model(http, name) as loaded:
+                    return await loop.run_in_executor(self._counter, make, loaded.preparer, body)
         finally:
             self._counting -= len(data)
 
@@ -200,13 +202,14 @@ async def _answer(served: Served, wire: Wire, http: HttpRequest) -> Any:
     preparer = await served.models.preparer(asked.model)
     prepared = None if preparer is None else await served.prepare(http, preparer, asked)  # a refusal loads no model
     async with contextlib.AsyncExitStack() as held:
+        place = held.enter_context(served.models.places.take(asked.session or _client(http)))
         loaded = await held.enter_async_context(served.model(http, asked.model))
         if preparer is None or prepared is None or loaded.preparer.files != preparer.files:
             prepared = await served.prepare(http, loaded.preparer, asked)
         else:
             prepared = loaded.preparer.fitted(prepared)
         asked = prepared.request
-        events, ids = Events(loaded.worker, prepared, asked.session or _client(http)), Ids()
+        events, ids = Events(loaded.worker, prepared, place), Ids()
         http.scope["state"][EVENTS] = events
 
         def over() -> None:
@@ -377,6 +380,6 @@ async def _left(*_: Any) -> Response:
 
 
 async def _fault(request: HttpRequest, error: Exception) -> Response:
-    print(f"error: a request failed: {type(error).__name__}", file=sys.stderr, flush=True)
+    report("a request failed", error)
     message = f"the server has a fault ({type(error).__name__}); look at its log"
     return JSONResponse(error_body(request.url.path, 500, "server_error", message), 500)

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from ..text.events import CallEnd, Text
+from .admission import Place
 from .job import Job
 from .listen import FILLER
 from .prepare import PreparedRequest, WrittenAnswer
@@ -27,12 +28,9 @@ class Events:
 
     Attributes:
         last: the last event taken.
-
-    Raises:
-        QueueFullError: the queue is full.
     """
 
-    def __init__(self, worker: Worker, prepared: PreparedRequest, client: str):
+    def __init__(self, worker: Worker, prepared: PreparedRequest, place: Place):
         loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[ServerEvent] = asyncio.Queue()
 
@@ -44,7 +42,7 @@ class Events:
         self.last: ServerEvent | None = None
         self._calls: list[CallEnd] = []
         self._text: list[str] = []
-        self._worker, self.job = worker, Job(prepared, emit, client)
+        self._worker, self.job = worker, Job(prepared, emit, place.client, place.leave)
         worker.submit(self.job)
 
     def _put(self, event: ServerEvent) -> None:

@@ -120,13 +120,19 @@ class PromptProgress:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """One token's log-probability and those of the likeliest alternatives."""
+    """One token's log-probability and those of the likeliest alternatives.
+
+    Args:
+        data: the bytes of the token's text.
+        offset: the character of the answer's text at which it begins.
+    """
 
     token: str
     token_id: int
     logprob: float
-    data: bytes  # the bytes of the token's text
+    data: bytes
     top: "tuple[TokenLogprob, ...]" = ()
+    offset: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """One request on its way: takes a session, makes events of what the loop computes, and gives the session back."""
 
 import secrets
-import sys
 import time
 from dataclasses import dataclass
 
@@ -12,10 +11,11 @@ from ..engine.constrained import Constraint
 from ..engine.generation import GenerationResponse, Responder, SamplerOptions, xtc_special_tokens
 from ..engine.loop import Event
 from ..engine.sampling import LogitsProcessor, make_logits_processors, make_sampler
-from ..errors import DeviceError, ExpertIOError, MoefluxError, RequestError
+from ..errors import MoefluxError, RequestError
 from ..experts.stats import Asked
 from ..text.tokenizer import TokenizerWrapper
 from .answering import Answering
+from .faults import report
 from .job import Job
 from .prepare import sampler_settings
 from .request import Accepted, Failed, Finish, PromptProgress, Sampling
@@ -147,9 +147,7 @@ class Running:
     def fail(self, error: Exception) -> None:
         if not isinstance(error, RequestError):  # the client's own mistake, which only the client is told
             self._totals.failed += 1
-            # Another error may contain the request.
-            remedy = f": {error}" if isinstance(error, (DeviceError, ExpertIOError)) else ""
-            print(f"error: a request failed: {type(error).__name__}{remedy}", file=sys.stderr, flush=True)
+            report("a request failed", error)
         self._end_with(_failure(error))
 
     def _token(self, response: GenerationResponse) -> None:
@@ -183,12 +181,12 @@ class Running:
             if self.answer is not None:
                 self.answer.end()
         except Exception as error:
-            _lost(error)
+            report("a conversation was lost", error)
         try:
             if self._kept is not None:
                 self._sessions.give_back(self._kept, max(prepared.boundaries, default=len(prepared.tokens) - 1))
         except Exception as error:
-            _lost(error)
+            report("a conversation was lost", error)
 
     def _progress(self, done: int) -> None:
         (before, known), total = self.progress, len(self.job.prepared.tokens)
@@ -245,7 +243,3 @@ def _failure(error: Exception) -> Failed:
         return Failed(400, "invalid_value", str(error))
     what = "reading or computing failed" if isinstance(error, MoefluxError) else "the server has a fault"
     return Failed(500, "server_error", f"{what} ({type(error).__name__}); try again, or look at the server's log")
-
-
-def _lost(error: Exception) -> None:
-    print(f"error: a conversation was lost: {type(error).__name__}", file=sys.stderr, flush=True)

@@ -16,14 +16,14 @@ from pathlib import Path
 from ..engine.engine import Engine
 from ..errors import BadRequestError, MoefluxError
 from ..files import JsonDict
-from .admission import Admission
+from .admission import Admission, Places
 from .features import Features, features_of
 from .live import Watch
 from .model_thread import ModelThread
 from .prepare import Defaults, Preparer
 from .running import CANCELLED, Totals
 from .sessions import Sessions
-from .worker import QueueFullError, Worker
+from .worker import Worker
 
 _PATH = re.compile(r"(?<![\w.])~?/(?:[^/;:\s](?:[^/;:]*[^/;:\s])?/)*")  # the folders before a file
 GROUP_SECONDS = 5.0  # seconds that requests for the loaded model may overtake an older one for another model, at least
@@ -98,7 +98,7 @@ class _Waiting:
 class ModelSwitch:
     """Args:
         choices: the models; the first one is loaded at the start.
-        waiting: the most waiting requests, those for a model and those in the loaded model's queue together.
+        waiting: the number of places for waiting requests, for all models together.
         decode_share: share of the time for answers while a prompt is computed.
         idle_seconds: an unused model is unloaded after this time; None: never.
         on_loaded: called after each model that has been loaded.
@@ -110,6 +110,7 @@ class ModelSwitch:
         failures: why the last attempt failed, of each model whose files could not be read or that could not be loaded,
             by name, for clients.
         descriptions: of the models whose files have been read, by name.
+        places: of the waiting requests; a request takes one before it takes a model.
         totals, watch: of all workers.
     """
 
@@ -123,7 +124,7 @@ class ModelSwitch:
         on_failed: Callable[[BaseException], None] = lambda error: None,
     ):
         self.choices = {choice.name: choice for choice in choices}
-        self._limit, self._decode_share = waiting, decode_share
+        self.places, self._decode_share = Places(waiting), decode_share
         self._idle_seconds, self._on_loaded, self._on_failed = idle_seconds, on_loaded, on_failed
         self.loaded: Loaded | None = None
         self.loading: ModelChoice | None = None
@@ -154,7 +155,7 @@ class ModelSwitch:
     @property
     def queue(self) -> int:
         """The number of waiting requests."""
-        return len(self._waiting) + (self.loaded.worker.queue if self.loaded else 0)
+        return len(self.places)
 
     def status(self, name: str) -> JsonDict:
         """`value` is "loaded", "loading" or "unloaded"; for a loaded model also the numbers of running and waiting
@@ -217,7 +218,6 @@ class ModelSwitch:
 
         Raises:
             BadRequestError: there is no such model, it cannot be loaded, or the server is ending.
-            QueueFullError: too many requests wait.
         """
         choice = self.find(name)
         if self._stopping:
@@ -257,8 +257,6 @@ class ModelSwitch:
         return self._thread.stop(seconds)
 
     async def _wait(self, choice: ModelChoice) -> Loaded:
-        if self.queue >= self._limit:
-            raise QueueFullError(self.queue)
         waiting = _Waiting(choice, self._loop.create_future())
         self._waiting.append(waiting)
         self._go_on()
@@ -341,7 +339,7 @@ class ModelSwitch:
         begun, on_ready = self._signal()
         self._ended, on_end = self._signal()
         makes = choice.load, choice.make_sessions, choice.make_admission
-        worker = Worker(*makes, self._limit, self._decode_share, self.totals, self.watch, on_ready, on_end)
+        worker = Worker(*makes, self._decode_share, self.totals, self.watch, on_ready, on_end)
         self._worker = worker
         self._thread.run(worker.main)
         await begun

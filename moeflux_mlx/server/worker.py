@@ -18,7 +18,6 @@ import mlx.core as mx
 from ..engine.answer import Answer
 from ..engine.engine import Engine
 from ..engine.loop import Loop
-from ..errors import BadRequestError
 from ..experts.stats import Asked
 from ..model.step import MAX_ROWS
 from ..ops.interrupt import stay
@@ -27,15 +26,6 @@ from .job import Job
 from .live import Watch
 from .running import CANCELLED, Running, Totals
 from .sessions import Sessions
-from .wire.replies import queue_full
-
-
-class QueueFullError(BadRequestError):
-    """Too many requests wait."""
-
-    def __init__(self, waiting: int):
-        failed = queue_full(waiting)
-        super().__init__(failed.message, None, failed.status, failed.code)
 
 
 @dataclass
@@ -91,7 +81,6 @@ class Worker:
     load: loads the engine, in the worker's thread.
     make_sessions: makes the `Sessions` of an engine.
     make_admission: makes the `Admission` of an engine.
-    waiting: the most waiting jobs, besides those that run.
     decode_share: share of the time for answers while a prompt is computed.
     totals, watch: count and show what is done.
     on_ready: called in the worker's thread when the model is loaded or loading has failed.
@@ -106,7 +95,6 @@ class Worker:
         load: Callable[[], Engine],
         make_sessions: Callable[[Engine], Sessions],
         make_admission: Callable[[Engine], Admission],
-        waiting: int,
         decode_share: float,
         totals: Totals,
         watch: Watch,
@@ -115,7 +103,6 @@ class Worker:
     ):
         self._load, self._make_sessions, self._make_admission = load, make_sessions, make_admission
         self._on_ready, self._on_end = on_ready, on_end
-        self.waiting = waiting
         self.state, self.totals, self.watch = WorkerState(), totals, watch
         self._pace = TurnPace(decode_share, totals)
         self._jobs: list[Job] = []
@@ -140,15 +127,8 @@ class Worker:
             one.job.cancel()
 
     def submit(self, job: Job) -> None:
-        """Queues the job. If the worker ends first, the job is told that it is cancelled.
-
-        Raises:
-            QueueFullError: too many jobs wait, and this client has one of them or too many other clients wait.
-        """
+        """Queues the job. If the worker ends first, the job is told that it is cancelled."""
         with self._wake:
-            is_among = any(one.client == job.client for one in self._jobs)
-            if len(self._jobs) >= (self.waiting if is_among else 2 * self.waiting):
-                raise QueueFullError(len(self._jobs))
             if not self._stopping:
                 self._jobs.append(job)
                 self._wake.notify_all()
@@ -237,6 +217,7 @@ class Worker:
             job = admission.choose(self._jobs, self.state.running)
             if job is not None:
                 self._jobs.remove(job)
+                job.on_begin()
             return job
 
     def _turn(self, engine: Engine) -> None:

@@ -31,6 +31,9 @@ class Constrainer:
 
     Raises:
         RequestError: llguidance is not installed, or the tokenizer has no token that ends an answer.
+
+    Attributes:
+        ends: the tokens of the tokenizer that end an answer.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, markers: Set[str] = CALL_MARKERS):
@@ -38,12 +41,9 @@ class Constrainer:
         from llguidance import LLTokenizer
         from llguidance import TokenizerWrapper as Adapter
 
-        if not tokenizer.eos_token_ids:
-            raise RequestError("structured output needs a token that ends an answer; the model's files name none")
-        self.tokenizer = tokenizer
-        self.tokens: LLTokenizer = LLTokenizer(
-            Adapter(_Words(tokenizer, markers)), eos_token=sorted(tokenizer.eos_token_ids)
-        )
+        self.tokenizer, self.ends = tokenizer, _ends(tokenizer)
+        words = Adapter(_Words(tokenizer, markers, min(self.ends)))
+        self.tokens: LLTokenizer = LLTokenizer(words, eos_token=sorted(self.ends))
 
     def grammar(
         self,
@@ -110,7 +110,7 @@ class Mask:
     """Says before each token of one answer which ones may come. Made by `Constrainer.mask`."""
 
     def __init__(self, constrainer: Constrainer, matcher: "LLMatcher", inside_reasoning: bool, prefix: str):
-        self._tokenizer, self._matcher = constrainer.tokenizer, matcher
+        self._tokenizer, self._ends, self._matcher = constrainer.tokenizer, constrainer.ends, matcher
         self._tokens = constrainer.tokens
         self._bits = np.empty((1, -(-self._tokens.vocab_size // 32)), np.int32)
         self._tail = b""  # the end of the reasoning so far
@@ -149,7 +149,7 @@ class Mask:
     def _forbidden_ends(self) -> frozenset[int]:
         """Tokens that would end an incomplete answer while the model reasons."""
         owed = self._inside and not self._matcher.is_accepting()
-        return frozenset(self._tokenizer.eos_token_ids if owed else ())
+        return self._ends if owed else frozenset()
 
     def consume(self, token: int) -> None:
         """The answer goes on with `token`.
@@ -196,10 +196,10 @@ class Mask:
 class _Words:
     """A tokenizer in llguidance's form."""
 
-    def __init__(self, tokenizer: TokenizerWrapper, markers: Set[str]):
+    def __init__(self, tokenizer: TokenizerWrapper, markers: Set[str], end: int):
         names = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
         special = {i for i in tokenizer.all_special_ids if names.get(i) not in markers}
-        self.eos_token_id, self.bos_token_id = min(tokenizer.eos_token_ids), tokenizer.bos_token_id
+        self.eos_token_id, self.bos_token_id = end, tokenizer.bos_token_id
         self.special_token_ids = sorted(special)
         self.tokens = [
             names[i].encode() if i in special and i in names else tokenizer.token_bytes(i)
@@ -209,6 +209,16 @@ class _Words:
 
     def __call__(self, text: bytes | str) -> list[int]:
         return self._encode(text if isinstance(text, str) else text.decode())
+
+
+def _ends(tokenizer: TokenizerWrapper) -> frozenset[int]:
+    """The tokens that end an answer, without ids of the model's files that the tokenizer does not have."""
+    ends = tokenizer.eos_token_ids & set(tokenizer.get_vocab().values())
+    if not ends:
+        named = ", ".join(map(str, sorted(tokenizer.eos_token_ids)))
+        lacks = f"{named}, which its tokenizer does not have" if named else "none"
+        raise RequestError(f"structured output needs a token that ends an answer; the model's files name {lacks}")
+    return frozenset(ends)
 
 
 def is_installed() -> bool:

@@ -14,7 +14,7 @@ from moeflux_mlx.errors import RequestError
 from moeflux_mlx.server import admission, worker
 from moeflux_mlx.server.admission import Admission
 from moeflux_mlx.server.job import Job
-from moeflux_mlx.server.prepare import PreparedRequest
+from moeflux_mlx.server.prepare import PreparedRequest, Preparer
 
 LONG, SHORT = "the lake " * 80, "an owl"
 ANSWER = "</think>An owl."
@@ -189,6 +189,29 @@ def test_all_running_requests_end_with_the_server():
         wait_for(lambda: len(order) == 3)
         assert time.monotonic() - started < 30 and [one.reply for one in clients] == [503] * 3
     assert served.experts.closed and heard == [worker.CANCELLED], "nobody begins any more"
+
+
+def test_an_unexpected_error_leaves_its_traceback_once_in_the_log(capfd, monkeypatch):
+    """Both where a request is answered and before; its message, which may contain the request, is not logged."""
+
+    question = "Snow on the lake"
+
+    def broken(*arguments):
+        raise ValueError(question) from KeyError(question)
+
+    with Live(engine) as live:
+        live.worker.state.engine.script = broken
+        clients = [Client(live, question, [])]
+        clients[0].join(10)
+        monkeypatch.setattr(Preparer, "fitted", broken)
+        clients.append(Client(live, question, []))
+        clients[1].join(10)
+        assert [one.reply for one in clients] == [500, 500]
+    log = capfd.readouterr().err
+    assert log.count("error: a request failed: ValueError\n") == log.count("because of KeyError") == 2
+    assert log.count("server/test_loop.py, line ") == 2 and log.count("in broken: raise ValueError(") == 2
+    assert "server/app.py, line " in log and "server/running.py, line " in log
+    assert "Snow" not in log
 
 
 def test_a_client_with_many_requests_does_not_block_others():

@@ -1,6 +1,7 @@
 """A live server with the demo model, called by the official clients and by hand."""
 
 import contextlib
+import copy
 import json
 import os
 import resource
@@ -191,6 +192,17 @@ def test_structured_output(chat):
     form["json_schema"]["schema"] = {"type": "object", "unevaluatedProperties": False, "not": {}}
     with pytest.raises(openai.BadRequestError, match="not|unevaluatedProperties"):
         chat.chat.completions.create(model="m", messages=QUESTION, response_format=form)
+
+
+def test_a_schema_for_a_model_whose_end_is_no_token_is_refused():
+    served = FakeEngine(lambda prompt: "</think>Yes.")
+    served.tokenizer = copy.copy(served.tokenizer)
+    served.tokenizer.eos_token_ids = {248044}
+    body = {"messages": QUESTION, "response_format": {"type": "json_object"}}
+    with Live(lambda: served) as live, pytest.raises(HTTPError) as told:
+        live.post("/v1/chat/completions", body)
+    with told.value as error:
+        assert error.code == 400 and b"248044, which its tokenizer does not have" in error.read()
 
 
 def test_an_answer_that_has_begun_is_the_same_answer(chat):

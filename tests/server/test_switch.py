@@ -341,16 +341,59 @@ def test_a_request_that_comes_while_the_model_is_idle_keeps_it():
 
 def test_a_client_that_leaves_does_not_wait_any_more():
     loads = Loads("a", "b", token_seconds=0.5)
-    body = b'{"model": "%s", "stream": true, "messages": [{"role": "user", "content": "Hi"}]}'
+    asked = {"stream": True, "messages": HI, "prompt_cache_key": "one"}
+    body = json.dumps({"model": "%s", **asked}).encode()
     with Live(loads.of, queue=1) as live, send(live, body % b"a") as first:
         wait_for(lambda: live.worker.state.running)
         with send(live, body % b"b"):
             wait_for(lambda: live.models.queue == 1)
-            assert refused(ask, live, "b") == 429
+            assert refused(live.post, "/v1/chat/completions", {"model": "b", **asked}) == 429
         wait_for(lambda: live.models.queue == 0)
         first.close()
         wait_for(lambda: live.models.loaded.uses == 0)
     assert loads.order == ["a"]
+
+
+def ask_as(live, client, name):
+    """Returns the answer, or the message of a refusal."""
+    body = {"model": name, "messages": HI, "prompt_cache_key": client}
+    try:
+        return live.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    except HTTPError as error:
+        with error:
+            return json.loads(error.read())["error"]["message"]
+
+
+def test_a_busy_client_does_not_lock_others_out_of_another_model():
+    loads = Loads("a", "b")
+    loads.may_answer.clear()
+    with Live(loads.of, queue=2, parallel=1) as live, ThreadPoolExecutor(6) as clients:
+        many = [clients.submit(ask_as, live, "many", "a")]
+        wait_for(lambda: live.worker.state.running)
+        many += [clients.submit(ask_as, live, "many", "a") for _ in range(4)]
+        wait_for(lambda: sum(one.done() for one in many) == 2 and live.worker.queue == 2)
+        other = clients.submit(ask_as, live, "other", "b")
+        wait_for(lambda: live.models.queue == 3 or other.done())
+        assert not other.done()
+        loads.may_answer.set()
+        assert other.result() == "b"
+        full = "2 requests wait already, and --queue allows 2; try again later"
+        assert sorted(one.result() for one in many) == [full] * 2 + ["a"] * 3
+
+
+def test_the_places_of_all_models_together_are_limited():
+    loads = Loads("a", "b")
+    loads.may_answer.clear()
+    with Live(loads.of, queue=2, parallel=1) as live, ThreadPoolExecutor(6) as clients:
+        asked = []
+        for name, count in ("a", 1), ("b", 2), ("b", 3):
+            asked.append(clients.submit(ask_as, live, "one", name))
+            wait_for(lambda count=count: live.models.queue + len(live.worker.state.running) == count)
+        for name in "ab":
+            assert ask_as(live, "one", name).startswith("2 requests wait already")
+        loads.may_answer.set()
+        assert [one.result() for one in asked] == ["a", "b", "b"]
+        assert not live.models.queue
 
 
 def test_a_client_that_waits_for_a_model_is_told_that_the_server_ends():

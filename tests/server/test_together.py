@@ -96,7 +96,6 @@ class Bench:
             lambda: engine,
             lambda engine: Sessions(engine.session, 3, 1 << 30),
             lambda engine: Admission(5, 400, lambda tokens: tokens),
-            64,
             decode_share,
             Totals(),
             Watch(),

@@ -168,7 +168,7 @@ def test_errors():
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long: 30000 tokens > 8192 maximum") as other:
         ANTHROPIC.messages.create(**SAID, max_tokens=9)
     assert other.value.body["error"]["type"] == "invalid_request_error"
-    full = replies.queue_full(64)
+    full = replies.queue_full(64, 64)
     SERVER.refuses(full.status, responses.error(full.status, full.code, full.message, None))
     with pytest.raises(openai.RateLimitError, match="64 requests wait") as busy:
         OPENAI.responses.create(model="m", input="hi")

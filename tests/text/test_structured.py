@@ -408,6 +408,20 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path):
         Constrainer(load_tokenizer(tmp_path))
 
 
+def test_ends_that_the_tokenizer_lacks_are_left_out(tmp_path):
+    path = directory(tmp_path, "marked")
+    end = load_tokenizer(path).eos_token_id
+    write_json(path / "generation_config.json", {"eos_token_id": [end, 248044]})
+    constrainer = Constrainer(load_tokenizer(path))
+    grammar = constrainer.grammar(SCHEMA)
+    assert follows(constrainer, grammar, '{"city": "A"}') and constrainer.ends == {end}
+    allowed = constrainer.mask(grammar, inside_reasoning=True).allowed()
+    assert np.flatnonzero(~allowed).tolist() == [end]
+    write_json(path / "generation_config.json", {"eos_token_id": 248044})
+    with pytest.raises(RequestError, match="name 248044, which its tokenizer does not have"):
+        Constrainer(load_tokenizer(path))
+
+
 def test_llguidance_is_imported_late():
     import subprocess
 

@@ -88,17 +88,13 @@ def _reason(finish: Finish) -> str:
     return "length" if finish.reason == "length" else "stop"
 
 
-def _logprobs_of(tokens: Sequence[TokenLogprob], start: int = 0) -> JsonDict:
-    """Four lists, one entry to a token; `start` is where in the text the first one stands."""
-    offsets = []
-    for token in tokens:
-        offsets.append(start)
-        start += len(token.token)
+def _logprobs_of(tokens: Sequence[TokenLogprob]) -> JsonDict:
+    """Four lists, one entry to a token."""
     return {
         "tokens": [token.token for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": [{other.token: other.logprob for other in token.top} for token in tokens],
-        "text_offset": offsets,
+        "text_offset": [token.offset for token in tokens],
     }
 
 
@@ -110,7 +106,6 @@ class CompletionReply(Reply):
     def __init__(self, request: Request, ids: Ids):
         super().__init__(request, ids)
         self._id = ids.make("cmpl-")
-        self._offset = 0
 
     def waiting(self) -> bytes:
         return self._chunk([_choice("")])
@@ -124,8 +119,7 @@ class CompletionReply(Reply):
             return
         choice = _choice(step.text)
         if step.logprobs:
-            choice["logprobs"] = _logprobs_of(step.logprobs, self._offset)
-            self._offset += sum(len(token.token) for token in step.logprobs)
+            choice["logprobs"] = _logprobs_of(step.logprobs)
         yield self._chunk([choice])
 
     def closing(self, event: ServerEvent) -> Iterable[bytes]:

@@ -112,8 +112,9 @@ def context_exceeded(prompt_tokens: int, context: int, at_least: bool = False) -
     return Failed(400, "context_length_exceeded", message)
 
 
-def queue_full(waiting: int) -> Failed:
-    return Failed(429, "rate_limit_exceeded", f"{waiting} requests wait already; try again later")
+def queue_full(waiting: int, places: int) -> Failed:
+    message = f"{waiting} requests wait already, and --queue allows {places}; try again later"
+    return Failed(429, "rate_limit_exceeded", message)
 
 
 def error_headers(status: int, retry_after: float = 5) -> dict[str, str]:

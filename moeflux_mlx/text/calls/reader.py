@@ -51,6 +51,7 @@ class AnswerReader:
         self._events: list[Event] = []
         self._started = 0
         self._held, self._spaces = "", ""
+        self._spacing = 0  # how many characters of the answer became `_spaces`
         self._leading = inside_reasoning  # line breaks after a tag of reasoning are part of it
         self._after_call = False
         self._said: set[bool] = set()  # whether there has been reasoning, or text
@@ -61,6 +62,11 @@ class AnswerReader:
     def in_call(self) -> bool:
         """Whether a call has been opened and not ended; penalties of repeated tokens do harm there."""
         return self._body is not None
+
+    @property
+    def held(self) -> int:
+        """How many of the last characters are still in no event, but may be."""
+        return len(self._held) + self._spacing + (len(self._call.raw) if self._body is not None else 0)
 
     def feed(self, text: str) -> list[Event]:
         """Reads `text`; returns the events that are certain, with pieces of the same kind joined."""
@@ -155,6 +161,7 @@ class AnswerReader:
         core = text.strip()
         before, after = (text[: text.index(core)], text[text.index(core) + len(core) :]) if core else (text, "")
         self._spaces += before.replace("\n", "") if self._leading else before
+        self._spacing += len(before)
         if core:
             self._flush_spaces()
             self._leading = False
@@ -162,11 +169,12 @@ class AnswerReader:
             self._said.add(self._inside)
             self._events.append(Reasoning(core) if self._inside else Text(core))
         self._spaces += after
+        self._spacing += len(after)
 
     def _flush_spaces(self) -> None:
         if self._spaces:
             self._events.append(Reasoning(self._spaces) if self._inside else Text(self._spaces))
-        self._spaces = ""
+        self._spaces, self._spacing = "", 0
 
     def _open_call(self, marker: str, body: CallBody) -> None:
         self._call = Call(self._started, self._schemas, self._events.append)
@@ -191,7 +199,7 @@ class AnswerReader:
 
     def _end_call(self, rest: str) -> str:
         self._call.end(rest)
-        self._body, self._spaces = None, ""
+        self._body, self._spaces, self._spacing = None, "", 0
         self._set_after_call(True)
         self.calls += 1
         self.done = not self._parallel
