@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import ModelFileError
+from ..files import that_ends
 from ..installation import install_command
 
 SUFFIX = ".gguf"
@@ -251,7 +252,7 @@ class _Header:
 def _read(path: Path) -> GgufFile:
     try:
         size = path.stat().st_size
-        with open(path, "rb") as file:
+        with open(that_ends(path), "rb") as file:
             return _parsed(_Header(path, file, size))
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error.strerror}") from None
