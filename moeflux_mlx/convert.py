@@ -13,7 +13,7 @@ from .cli.run import Parser, execute  # first: where MLX is missing, it says so
 from .calibration.convert import DEFAULT_TEXT, Calibration, convert_calibrated, plan_calibrated
 from .calibration.rounding import CALIBRATED_METHODS, GPTQ
 from .cli.interrupts import INTERRUPTED
-from .cli.options import add_tokenizer, gigabytes
+from .cli.options import add_tokenizer
 from .cli.planning import reading_line
 from .cli.terminal import agree, note
 from .engine.machine import default_dtype
@@ -133,7 +133,6 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 
 def _calibration(options: argparse.Namespace) -> Calibration:
     path = user_path(options.mlx_path)
-    gigabytes("--memory-gb", options.memory_gb)
     return Calibration(
         path.with_name(f"{path.name}.calibration"),
         DEFAULT_TEXT if options.calibrate == [DEFAULT_TEXT] else options.calibrate,

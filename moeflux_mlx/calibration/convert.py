@@ -34,6 +34,7 @@ from .weights import CheckpointWeights
 
 Option: TypeAlias = Any  # the value of a parameter of `packing.convert.convert`, which is passed on to it
 DEFAULT_TEXT = "default"
+MOST = 1e9  # bits of a weight, or gigabytes
 BASE = "balanced"  # the recipe of what a budget is not about
 NamedReport = Callable[[float, str], object]  # called with the share that is done of what the name says
 
@@ -77,6 +78,10 @@ class Calibration:
             raise ConfigError("--target-bits and --target-gb are both given; give one of them")
         if self.tokens is not None and self.tokens < 1:
             raise ConfigError(f"{self.tokens} tokens for calibration; give at least 1")
+        for name in ("target_bits", "target_gb", "memory_gb"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < MOST:
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be positive and below {MOST:g}")
 
 
 def convert_calibrated(
