@@ -67,7 +67,7 @@ def add_calibration(made: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.delete_source:
+    if options.delete_source and user_path(options.hf_path).is_dir():  # anything else is refused
         agree(
             f"the safetensors files of {options.hf_path} will be deleted one by one, "
             "each after it has been packed and read back",

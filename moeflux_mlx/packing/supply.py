@@ -95,6 +95,10 @@ def _own_files(folder: Path, output: Path) -> "OwnFiles":
         ModelFileError: there are none, or they may not go.
     """
     listing = Listing.read(output, alone=True)
+    if folder.is_file():
+        raise ModelFileError(
+            f"{folder} is a file; --delete-source deletes the safetensors files of a directory: leave it out"
+        )
     if listing is None and not folder.is_dir():
         raise ModelFileError(f"{folder} does not exist")
     if listing is None and (folder / FOLDER / LAYOUT).exists():
