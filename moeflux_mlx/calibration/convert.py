@@ -16,6 +16,7 @@ from ..formats.checkpoint import Checkpoint, open_checkpoint
 from ..formats.record import ExpertLayout
 from ..packing import convert as packing
 from ..packing.convert import ConversionReport
+from ..packing.found_files import FoundFiles
 from ..packing.layer_files import LayerFile
 from ..packing.plan import ConversionPlan, make_plan, read_args
 from ..packing.recipe import EXPERT_PARTS, Recipe
@@ -118,6 +119,7 @@ def convert_calibrated(
     wanted = _wanted(recipe, options)
     wanted.check(is_calibrated=True)
     rounding = made.rounded(args, wanted, say, user_path(mlx_path))
+    made.found.check()
     done = packing.convert(path, mlx_path, recipe=recipe, rounding=rounding, **options)
     shutil.rmtree(calibration.folder, ignore_errors=True)
     return done
@@ -146,8 +148,9 @@ def _begun(
     if not path.is_dir():
         raise ConfigError(f"{path} is no directory; download the checkpoint first: calibration reads it several times")
     texts = read_texts(load_tokenizer(path), calibration)
+    found = FoundFiles.of(open_checkpoint(path))
     checkpoint = open_checkpoint(path)
-    return _Conversion(path, checkpoint, texts, calibration, report), read_args(checkpoint)
+    return _Conversion(path, checkpoint, found, texts, calibration, report), read_args(checkpoint)
 
 
 _FORMS = ("q_bits", "q_group_size", "q_mode", "q_type", "expert_bits", "down_bits", "requantize")
@@ -185,8 +188,15 @@ class _Conversion:
     """One calibrated conversion."""
 
     def __init__(
-        self, path: Path, checkpoint: Checkpoint, texts: list[np.ndarray], calibration: Calibration, report: NamedReport
+        self,
+        path: Path,
+        checkpoint: Checkpoint,
+        found: FoundFiles,
+        texts: list[np.ndarray],
+        calibration: Calibration,
+        report: NamedReport,
     ):
+        self.found = found
         self.checkpoint, self.texts, self.calibration, self._report = checkpoint, texts, calibration, report
         self.weights = CheckpointWeights(path)
         self.name, self.folder = packing.checkpoint_digest(checkpoint), calibration.folder / "rounded"

@@ -21,6 +21,7 @@ from ..formats.packed import FOLDER, LAYOUT, STATE, open_packed
 from ..quant import GRID, unquantized
 from ..rounding.methods import FIT, MINMAX
 from ..spec import ModelArgs
+from .found_files import FoundFiles
 from .gguf_folder import described, open_source, tokenizer_folder
 from .gguf_tables import license_text
 from .in_place import open_in_place
@@ -143,7 +144,7 @@ def convert(
     _check_also(path, folders, share, is_here)
     _check_layout(layout, is_here and share is None and not folders)
     with reserved(path):  # before reading anything that another conversion could change
-        supply, checkpoint = _open(hf_path, path, revision, delete_source, tokenizer)
+        supply, checkpoint, found = _open(hf_path, path, revision, delete_source, tokenizer)
         plan = make_plan(checkpoint, read_args(checkpoint), wanted, share, folders, layout == MLX)
         origin = {"hf_path": _whole(hf_path), "revision": revision, "delete_source": delete_source}
         origin["rounding"] = wanted.rounding.method
@@ -157,7 +158,7 @@ def convert(
                     folder.mkdir(parents=True, exist_ok=True)
                 check_space(folder, output.missing_bytes(_in_folder(plan, folder)))
         output.write_state()
-        given = output, plan, checkpoint, progress or _ignore_progress, verify
+        given = output, plan, checkpoint, found, progress or _ignore_progress, verify
         kept, repaired = _at_once(*given) if supply is None else _by_shards(*given, supply)
     return ConversionReport(
         path,
@@ -257,11 +258,16 @@ def _left_out(output: Output, plan: ConversionPlan) -> int:
 
 
 def _at_once(
-    output: Output, plan: ConversionPlan, checkpoint: Checkpoint, report: ByteProgress, verify: bool
+    output: Output,
+    plan: ConversionPlan,
+    checkpoint: Checkpoint,
+    found: FoundFiles,
+    report: ByteProgress,
+    verify: bool,
 ) -> tuple[list[str], list[str]]:
     """File by file, from a complete checkpoint; returns as `_write`."""
     kept, repaired = _write(output, plan, report, plan.total_bytes * (1 + verify))
-    _finish(output, plan, checkpoint)
+    _finish(output, plan, checkpoint, found)
     if verify:
         _verify(output, checkpoint, plan, report)
     if plan.index is not None:
@@ -270,20 +276,37 @@ def _at_once(
 
 
 def _by_shards(
-    output: Output, plan: ConversionPlan, checkpoint: Checkpoint, report: ByteProgress, verify: bool, supply: Supply
+    output: Output,
+    plan: ConversionPlan,
+    checkpoint: Checkpoint,
+    found: FoundFiles,
+    report: ByteProgress,
+    verify: bool,
+    supply: Supply,
 ) -> tuple[list[str], list[str]]:
     """Shard by shard; each is deleted once it is packed and read back. Returns as `_write`."""
     supply.listing.write(output)
     scattering = Scattering(output, plan.units, supply, report, verify)
     scattering.run()
-    _finish(output, plan, checkpoint)
+    _finish(output, plan, checkpoint, found)
     scattering.close()
     return scattering.kept, scattering.repaired
 
 
-def _finish(output: Output, plan: ConversionPlan, checkpoint: Checkpoint) -> None:
-    """The small files, and with the last of them a model, which is opened once."""
-    _write_small_files(output, checkpoint, plan)
+def _finish(output: Output, plan: ConversionPlan, checkpoint: Checkpoint, found: FoundFiles) -> None:
+    """The small files, and with the last of them a model, which is opened once.
+
+    Raises:
+        ModelFileError: a file of the checkpoint has changed meanwhile; what was written of it is not kept.
+    """
+    files = _small_files(checkpoint, plan)
+    try:
+        found.check()
+    except ModelFileError:
+        output.forget()
+        raise
+    for name, data in files.items():
+        output.put(name, data)
     if plan.index is None:
         open_packed(output.path, ModelArgs.from_file(output.path))
     else:
@@ -292,20 +315,27 @@ def _finish(output: Output, plan: ConversionPlan, checkpoint: Checkpoint) -> Non
 
 def _open(
     hf_path: str | Path, path: Path, revision: str | None, delete_source: bool, tokenizer: str | Path | None
-) -> tuple[Supply | None, Checkpoint]:
-    """The checkpoint, and what brings its shards if they come one by one."""
+) -> tuple[Supply | None, Checkpoint, FoundFiles]:
+    """The checkpoint, what brings its shards if they come one by one, and its files before its headers were read."""
     source = find_supply(hf_path, path, revision, delete_source, _check_config)
     if not isinstance(source, Path):
-        return source, source.checkpoint()
+        checkpoint = source.checkpoint()
+        return source, checkpoint, FoundFiles.of(checkpoint, with_weights=False)
     if (source / STATE).exists() and not (source / FOLDER / LAYOUT).exists():
         raise ModelFileError(f"{source} is an unfinished conversion; give the checkpoint that it is made from")
     if path.resolve() == source.resolve():
         raise ModelFileError(f"{path} is the checkpoint itself; choose another directory")
     if folder := described(source, tokenizer_folder(tokenizer)):
-        return None, open_source(folder)
+        return None, *_found(folder)
     if tokenizer is not None:
         raise RequestError(f"--tokenizer is for GGUF files, and {source} is none; leave it out")
-    return None, open_source(source)
+    return None, *_found(source)
+
+
+def _found(folder: Path) -> tuple[Checkpoint, FoundFiles]:
+    """A checkpoint whose headers were read from the files that are found, or from later ones."""
+    found = FoundFiles.of(open_source(folder))
+    return open_source(folder), found
 
 
 def _check_config(config: dict[str, Any]) -> None:
@@ -385,11 +415,6 @@ def _has_grids(plan: ConversionPlan) -> bool:
         for one in source.written
     )
     return any(quant.grid for quant in of_experts) or any(one.name.endswith(f".{GRID}") for one in written)
-
-
-def _write_small_files(output: Output, checkpoint: Checkpoint, plan: ConversionPlan) -> None:
-    for name, data in _small_files(checkpoint, plan).items():
-        output.put(name, data)
 
 
 def _verify(output: Output, checkpoint: Checkpoint, plan: ConversionPlan, progress: ByteProgress) -> None:
