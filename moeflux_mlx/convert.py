@@ -13,7 +13,7 @@ from .cli.run import Parser, execute  # first: where MLX is missing, it says so
 from .calibration.convert import DEFAULT_TEXT, Calibration, convert_calibrated, plan_calibrated
 from .calibration.rounding import CALIBRATED_METHODS, GPTQ
 from .cli.interrupts import INTERRUPTED
-from .cli.options import add_tokenizer
+from .cli.options import add_tokenizer, add_without_correction_bias
 from .cli.planning import reading_line
 from .cli.terminal import agree, note
 from .engine.machine import default_dtype
@@ -273,6 +273,7 @@ def parser() -> argparse.ArgumentParser:
     add("--layout", choices=LAYOUTS, default=PACKED, help="packed, or a checkpoint for mlx-lm (%(default)s)")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     add_tokenizer(add)
+    add_without_correction_bias(add)
     return made
 
 

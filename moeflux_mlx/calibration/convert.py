@@ -113,7 +113,7 @@ def convert_calibrated(
     if options.get("delete_source"):
         raise ConfigError("--calibrate reads the checkpoint several times; leave out --delete-source")
     path = user_path(hf_path)
-    made, args = _begun(path, calibration, report)
+    made, args = _begun(path, calibration, options, report)
     if calibration.has_budget:
         recipe = made.within_budget(args, Recipe.of(BASE if recipe is None else recipe))
     wanted = _wanted(recipe, options)
@@ -134,14 +134,17 @@ def plan_calibrated(
     Raises:
         ConfigError, ModelFileError, RequestError, TokenizerError: as `convert_calibrated`.
     """
-    made, args = _begun(user_path(hf_path), calibration)
+    made, args = _begun(user_path(hf_path), calibration, options)
     if calibration.has_budget:
         made.budget(args, Recipe.of(BASE if recipe is None else recipe))
     return made.planned(args, _wanted(recipe, options))[1]
 
 
 def _begun(
-    path: Path, calibration: Calibration, report: NamedReport = lambda share, name: None
+    path: Path,
+    calibration: Calibration,
+    options: Mapping[str, Option],
+    report: NamedReport = lambda share, name: None,
 ) -> tuple["_Conversion", ModelArgs]:
     """Reads the texts and the headers of the checkpoint."""
     calibration.check()
@@ -150,10 +153,12 @@ def _begun(
     texts = read_texts(load_tokenizer(path), calibration)
     found = FoundFiles.of(open_checkpoint(path))
     checkpoint = open_checkpoint(path)
-    return _Conversion(path, checkpoint, found, texts, calibration, report), read_args(checkpoint)
+    weights = CheckpointWeights(path, without_correction_bias=bool(options.get(WITHOUT_BIAS)))
+    return _Conversion(weights, checkpoint, found, texts, calibration, report), read_args(checkpoint)
 
 
-_FORMS = ("q_bits", "q_group_size", "q_mode", "q_type", "expert_bits", "down_bits", "requantize")
+WITHOUT_BIAS = "without_correction_bias"
+_FORMS = ("q_bits", "q_group_size", "q_mode", "q_type", "expert_bits", "down_bits", "requantize", WITHOUT_BIAS)
 
 
 def _wanted(recipe: str | Path | Recipe | None, options: Mapping[str, Option]) -> Wanted:
@@ -189,16 +194,15 @@ class _Conversion:
 
     def __init__(
         self,
-        path: Path,
+        weights: CheckpointWeights,
         checkpoint: Checkpoint,
         found: FoundFiles,
         texts: list[np.ndarray],
         calibration: Calibration,
         report: NamedReport,
     ):
-        self.found = found
+        self.weights, self.found = weights, found
         self.checkpoint, self.texts, self.calibration, self._report = checkpoint, texts, calibration, report
-        self.weights = CheckpointWeights(path)
         self.name, self.folder = packing.checkpoint_digest(checkpoint), calibration.folder / "rounded"
 
     def within_budget(self, args: ModelArgs, base: Recipe) -> Recipe:
@@ -234,7 +238,7 @@ class _Conversion:
             budget, enough = int(total * target_bits / 8), f"--target-bits {8 * least / total:g}"
         else:
             assert target_gb is not None
-            plan = make_plan(self.checkpoint, args, Wanted.of(recipe=base))
+            plan = make_plan(self.checkpoint, args, self._like(base))
             budget = int(target_gb * 1e9) - sum(unit.size for unit in plan.units if not isinstance(unit, LayerFile))
             enough = f"--target-gb {math.ceil(1e3 * target_gb + (least - budget) / 1e6) / 1e3:g}"
         if budget < least:
@@ -244,8 +248,11 @@ class _Conversion:
             )
         return budget
 
+    def _like(self, recipe: Recipe) -> Wanted:
+        return Wanted.of(recipe=recipe, without_correction_bias=self.weights.without_correction_bias)
+
     def _size(self, args: ModelArgs, recipe: Recipe) -> int:
-        return make_plan(self.checkpoint, args, Wanted.of(recipe=recipe)).total_bytes
+        return make_plan(self.checkpoint, args, self._like(recipe)).total_bytes
 
     def planned(self, args: ModelArgs, wanted: Wanted) -> tuple[ConversionPlan, Needs]:
         """The plan of the conversion, and the needs of the run."""

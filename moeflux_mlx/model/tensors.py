@@ -29,6 +29,7 @@ KEPT_FLOAT32 = {GLOBAL_SCALE, *OF_MIXERS, *MoE.kept_float32, *Connection.kept_fl
 EMBEDDING = ".embed_tokens"
 ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate")
 ROUTER = Quant(8, 64)  # the form of routers, unless a recipe has another
+CORRECTION = ".e_score_correction_bias"  # of a router's scores, by which it chooses
 TABLE = ".tid2eid"  # the experts of each token id: integers
 # A few rows, by which scores of positions are summed, and keys of blocks are.
 INDEX_WEIGHTS = (".indexer.weights_proj", ".indexer.wgate")

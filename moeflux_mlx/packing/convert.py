@@ -94,6 +94,7 @@ def convert(
     also: Sequence[str | Path] = (),
     layout: str = PACKED,
     tokenizer: str | Path | None = None,
+    without_correction_bias: bool = False,
     progress: ByteProgress | None = None,
 ) -> ConversionReport:
     """Converts a checkpoint into a packed model directory; resumes one that was interrupted.
@@ -130,13 +131,15 @@ def convert(
             without image encoders that mlx-lm does not skip.
         tokenizer: directory or repo id of the tokenizer's files for a GGUF; None: those beside it, or else made from
             its metadata.
+        without_correction_bias: as for `load`; the packed model has zeros in their place.
         progress: called with bytes done, total bytes, and the name of the file.
 
     Raises:
         ConfigError: a value is not implemented. ModelFileError: the checkpoint or the output directory
         is unusable, damaged or too large for the disk.
     """
-    wanted = Wanted.of(q_bits, q_group_size, q_mode, q_type, expert_bits, down_bits, requantize, recipe, rounding)
+    forms = q_bits, q_group_size, q_mode, q_type, expert_bits, down_bits, requantize, recipe, rounding
+    wanted = Wanted.of(*forms, without_correction_bias=without_correction_bias)
     wanted.check(is_calibrated=not isinstance(rounding, str))
     is_here = user_path(hf_path).exists() and not delete_source
     share = _share(ranks, rank, is_here)

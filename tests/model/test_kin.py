@@ -256,6 +256,11 @@ def test_a_field_that_is_not_read(tmp_path, family, change):
     assert error(load_model(path, dtype=mx.float32), family) > 10 * TOLERANCE
 
 
+def test_windows_as_the_published_file_of_flint_has_them(tmp_path):
+    path = with_config(tiny_directory("flint", "hub"), tmp_path / "model", {"use_sliding_window": True})
+    assert error(load_model(path, dtype=mx.float32), "flint") < TOLERANCE
+
+
 ROPE = goldens.config("mistral4")["rope_parameters"]
 
 
