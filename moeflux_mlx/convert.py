@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from .model.tensors import token_bytes
 from .packing.convert import LAYOUTS, PACKED, ConversionReport, convert
 from .packing.ggml import TYPES
 from .packing.recipe import RECIPES
-from .quant import AFFINE_BITS, AFFINE_GROUPS, DEFAULT, MLX_MODES
+from .quant import AFFINE_BITS, AFFINE_GROUPS, DEFAULT, MLX_MODES, fitting
 from .rounding.methods import FIT, METHODS
 from .text.tokenizer import VOCABULARY_FILES
 
@@ -172,6 +173,16 @@ def _without_effect(report: ConversionReport, options: argparse.Namespace) -> li
     return [f"note: {', '.join(vain)} had no effect: the weights are already quantised and were copied{more}"]
 
 
+def _fallbacks(report: ConversionReport) -> list[str]:
+    """A note for each form that did not suit all matrices."""
+    kinds = Counter((one.columns, one.named, one.made) for one in report.fallbacks)
+    return [
+        f"note: {count} {'matrix' if count == 1 else 'matrices'} of {columns} columns in {made.mode} instead of "
+        f"{named.mode}, whose rows are multiples of {named.multiple}; {', '.join(fitting(columns))} would fit"
+        for (columns, named, made), count in kinds.items()
+    ]
+
+
 def _files(count: int) -> str:
     return f"{count} file{'s' if count != 1 else ''}"
 
@@ -196,6 +207,7 @@ def _print_report(report: ConversionReport, options: argparse.Namespace) -> None
         lines.append("layer files are hard links to the checkpoint's: they share its disk space")
     if report.recipe is not None:
         lines.append(f"recipe {report.recipe}")
+    lines += _fallbacks(report)
     if report.left_out:
         lines.append(f"left out: {report.left_out} tensors of an image encoder or a draft head")
     weights = open_weights(report.path)

@@ -26,7 +26,7 @@ from functools import cache, cached_property
 from ..errors import ConfigError
 from ..files import JsonValue
 from ..kinds import SILU, Activation
-from ..quant import EXPERTS, GLOBAL_SCALE, GRID, MINIMA, SUPERS, Quant, Quantization
+from ..quant import EXPERTS, GLOBAL_SCALE, GRID, MINIMA, SUPERS, Quant, Quantization, fitting
 from ..spec import ModelArgs
 
 LOAD_BYTES = 16  # kernels read a record in pieces of this size, so that is where it and its fields may begin
@@ -395,4 +395,7 @@ def _check_groups(layer: int, record: Record) -> None:
     for one in record.projections:
         if one.columns % one.quant.multiple:
             path, many = expert_path(layer, one.name), one.quant.multiple
-            raise ConfigError(f"{path} has {one.quant}; its {one.columns} columns are not a multiple of {many}")
+            raise ConfigError(
+                f"{path} has {one.quant}; its {one.columns} columns are not a multiple of {many}; give smaller groups, "
+                f"or one of {', '.join(fitting(one.columns))}"
+            )

@@ -78,7 +78,7 @@ def stored_as(args: ModelArgs, path: str, columns: int, quant: Quant = DEFAULT, 
     linear layers; None: floats.
     """
     is_router = path.endswith(ROUTERS)
-    wanted = router if is_router else quant
+    wanted = (router if is_router else quant).fitted(columns)
     has_bias = any(args.experts_of(i).router.correction_bias for i in args.moe_layers)
     is_exact = path.endswith(INDEX_WEIGHTS) or (is_router and has_bias)
     if is_exact or columns % wanted.multiple:

@@ -30,7 +30,7 @@ from .layer_files import (
     layout_json,
 )
 from .mlx_layout import INDEX as MLX_INDEX
-from .plan import ConversionPlan, make_plan, read_args
+from .plan import ConversionPlan, Fallback, make_plan, read_args
 from .recipe import RECIPES, Recipe
 from .resident import ResidentFile
 from .rounding import Rounding
@@ -51,6 +51,7 @@ class ConversionReport:
     Attributes:
         path: the packed model directory.
         lossy: checkpoint tensors that were already quantised and had to be quantised again.
+        fallbacks: matrices whose columns do not suit the form that was asked for, and what they got.
         kept: files that an earlier run had finished.
         repaired: finished files of an earlier run whose bytes had changed; they were written again.
         quantized: number of resident matrices that came as floats and were quantised.
@@ -63,6 +64,7 @@ class ConversionReport:
 
     path: Path
     lossy: tuple[str, ...]
+    fallbacks: tuple[Fallback, ...]
     kept: tuple[str, ...]
     repaired: tuple[str, ...]
     quantized: int
@@ -166,6 +168,7 @@ def convert(
     return ConversionReport(
         path,
         plan.lossy,
+        plan.fallbacks,
         tuple(kept),
         tuple(repaired),
         plan.quantized,

@@ -166,7 +166,17 @@ class Recipe:
         return self.form(part_of(args, path), layer, args.num_hidden_layers)
 
     def of_experts(self, args: ModelArgs, layer: int) -> Quants:
-        """The forms of the matrices of a layer's routed experts.
+        """The forms of the matrices of a layer's routed experts, fitted to their columns.
+
+        Raises:
+            ConfigError: as `named_of_experts`.
+        """
+        columns = (*[args.expert_size] * (args.experts.matrices - 1), args.moe_intermediate_size)
+        forms = self.named_of_experts(args, layer)
+        return tuple(form.fitted(count) for form, count in zip(forms, columns, strict=True))
+
+    def named_of_experts(self, args: ModelArgs, layer: int) -> Quants:
+        """The forms that the recipe names for the matrices of a layer's routed experts.
 
         Raises:
             ConfigError: they would be floats.
