@@ -14,7 +14,7 @@ from .cli.run import Parser, execute  # first: where MLX is missing, it says so
 from .calibration.convert import DEFAULT_TEXT, Calibration, convert_calibrated, plan_calibrated
 from .calibration.rounding import CALIBRATED_METHODS, GPTQ
 from .cli.interrupts import INTERRUPTED
-from .cli.options import add_tokenizer, add_without_correction_bias
+from .cli.options import Adder, add_tokenizer, add_without_correction_bias
 from .cli.planning import reading_line
 from .cli.terminal import agree, note
 from .engine.machine import default_dtype
@@ -226,6 +226,20 @@ def _print_report(report: ConversionReport, options: argparse.Namespace) -> None
     note("\n".join([*lines, f"{report.path} is ready"]))
 
 
+def add_places(add: Adder) -> None:
+    """Adds the options of where, and how, a model is written."""
+    add("--ranks", type=int, metavar="N", help="with --rank: write only the experts of that rank, of N machines")
+    add("--rank", type=int, metavar="I", help="number of the rank, from 0")
+    add(
+        "--also",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="directories on other drives that share the experts with OUT",
+    )
+    add("--layout", choices=LAYOUTS, default=PACKED, help="packed, or a checkpoint for mlx-lm (%(default)s)")
+
+
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         "convert",
@@ -273,16 +287,7 @@ def parser() -> argparse.ArgumentParser:
     add("--verify", action="store_true", help="read all files again and compare them with a new conversion")
     add("--delete-source", action="store_true", help="delete each file of the directory when it is packed; asks first")
     add("--yes", action="store_true", help="delete without asking")
-    add("--ranks", type=int, metavar="N", help="with --rank: write only the experts of that rank, of N machines")
-    add("--rank", type=int, metavar="I", help="number of the rank, from 0")
-    add(
-        "--also",
-        nargs="+",
-        default=[],
-        metavar="DIR",
-        help="directories on other drives that share the experts with OUT",
-    )
-    add("--layout", choices=LAYOUTS, default=PACKED, help="packed, or a checkpoint for mlx-lm (%(default)s)")
+    add_places(add)
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     add_tokenizer(add)
     add_without_correction_bias(add)

@@ -16,7 +16,7 @@ from ..formats.checkpoint import Checkpoint, open_checkpoint
 from ..formats.record import ExpertLayout
 from ..packing import convert as packing
 from ..packing.convert import ConversionReport
-from ..packing.found_files import FoundFiles
+from ..packing.found_files import FoundFiles, checkpoint_digest
 from ..packing.layer_files import LayerFile
 from ..packing.plan import ConversionPlan, make_plan, read_args
 from ..packing.recipe import EXPERT_PARTS, Recipe
@@ -203,7 +203,7 @@ class _Conversion:
     ):
         self.weights, self.found = weights, found
         self.checkpoint, self.texts, self.calibration, self._report = checkpoint, texts, calibration, report
-        self.name, self.folder = packing.checkpoint_digest(checkpoint), calibration.folder / "rounded"
+        self.name, self.folder = checkpoint_digest(checkpoint), calibration.folder / "rounded"
 
     def within_budget(self, args: ModelArgs, base: Recipe) -> Recipe:
         """The recipe that spends the budget on the routed experts."""

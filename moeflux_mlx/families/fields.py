@@ -103,8 +103,7 @@ def as_of_kimi(read: Fields) -> Fields:
 def common(read: Fields, eps: float = 1e-6, windows: bool = False) -> JsonDict:
     """The fields of `ModelArgs` that all families have, except `layers`; refuses values that no family implements.
 
-    `eps`: that of norms if the field is missing. `windows`: what the family's files say of `use_sliding_window`, if
-    anything.
+    `eps`: that of norms if the field is missing. `windows`: what a file may say in `use_sliding_window`.
     """
     for name, wanted in (
         ("hidden_act", "silu"),

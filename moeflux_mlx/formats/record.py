@@ -394,8 +394,6 @@ def stated_quants(quantization: Quantization, layer: int, matrices: int) -> tupl
 def _check_groups(layer: int, record: Record) -> None:
     for one in record.projections:
         if one.columns % one.quant.multiple:
-            path, many = expert_path(layer, one.name), one.quant.multiple
-            raise ConfigError(
-                f"{path} has {one.quant}; its {one.columns} columns are not a multiple of {many}; give smaller groups, "
-                f"or one of {', '.join(fitting(one.columns))}"
-            )
+            faulty = f"{expert_path(layer, one.name)} has {one.quant}; its {one.columns} columns are not a multiple of"
+            fits = f"give smaller groups, or one of {', '.join(fitting(one.columns))}"
+            raise ConfigError(f"{faulty} {one.quant.multiple}; {fits}")

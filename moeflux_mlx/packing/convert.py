@@ -6,35 +6,30 @@ expert and tensor by tensor, so its memory depends only on the largest of these.
 running it again; `layout.json` is written last, so an unfinished directory is never taken for a model.
 """
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, ModelFileError, RequestError
-from ..files import tagged, user_path
-from ..formats.checkpoint import COPIED, GRIDS_LICENSE, RECIPE, Checkpoint
+from ..files import user_path
+from ..formats.checkpoint import Checkpoint
 from ..formats.owners import MOST_RANKS, Owners, RankShare
 from ..formats.packed import FOLDER, LAYOUT, STATE, open_packed
-from ..quant import GRID, unquantized
+from ..quant import unquantized
 from ..rounding.methods import FIT, MINMAX
 from ..spec import ModelArgs
-from .found_files import FoundFiles
+from .found_files import FoundFiles, checkpoint_digest
 from .gguf_folder import described, open_source, tokenizer_folder
-from .gguf_tables import license_text
 from .in_place import open_in_place
 from .layer_files import (
     HeldLayerFile,
-    layout_json,
 )
-from .mlx_layout import INDEX as MLX_INDEX
 from .plan import ConversionPlan, Fallback, make_plan, read_args
 from .recipe import RECIPES, Recipe
-from .resident import ResidentFile
 from .rounding import Rounding
 from .shards import Scattering
+from .small_files import small_files
 from .source_format import SourceFormat
 from .supply import Supply, find_supply
 from .unit import Unit
@@ -116,8 +111,7 @@ def convert(
         expert_bits: bits of routed experts, if different from `q_bits`.
         down_bits: bits of their down projections, if different from `expert_bits`.
         recipe: the forms of parts that come as floats: "uniform", "balanced", "small", or a JSON file
-            (docs/quality.md);
-            the bits above override it. None: uniform, with 8 bits beside experts that are already quantised.
+            (docs/quality.md); the bits above override it. None: uniform, with 8 bits beside experts in codes.
         requantize: quantise routed experts again if those of a layer differ in form, or with `expert_bits`,
             `down_bits` or `recipe` if they are stored in another form; loses precision.
         rounding: how floats become codes: "fit" searches the least squared error, "minmax" is `mx.quantize`; or a
@@ -141,7 +135,7 @@ def convert(
         is unusable, damaged or too large for the disk.
     """
     forms = q_bits, q_group_size, q_mode, q_type, expert_bits, down_bits, requantize, recipe, rounding
-    wanted = Wanted.of(*forms, without_correction_bias=without_correction_bias)
+    wanted = Wanted.of(*forms, without_correction_bias)
     wanted.check(is_calibrated=not isinstance(rounding, str))
     is_here = user_path(hf_path).exists() and not delete_source
     share = _share(ranks, rank, is_here)
@@ -157,11 +151,7 @@ def convert(
         options = _asked(wanted, plan, share, folders, layout)
         output = Output(path, {"source": _digest(checkpoint, supply), "options": options}, origin)
         if supply is None:
-            check_space(path, output.missing_bytes(_in_folder(plan, None)) - _left_out(output, plan))
-            for folder in folders:
-                with writing(folder):
-                    folder.mkdir(parents=True, exist_ok=True)
-                check_space(folder, output.missing_bytes(_in_folder(plan, folder)))
+            _check_space(output, plan, folders)
         output.write_state()
         given = output, plan, checkpoint, found, progress or _ignore_progress, verify
         kept, repaired = _at_once(*given) if supply is None else _by_shards(*given, supply)
@@ -178,6 +168,15 @@ def convert(
         plan.recipe,
         plan.left_out,
     )
+
+
+def _check_space(output: Output, plan: ConversionPlan, folders: Sequence[Path]) -> None:
+    """Makes the other directories. Raises ModelFileError: a disk has no room."""
+    check_space(output.path, output.missing_bytes(_in_folder(plan, None)) - _left_out(output, plan))
+    for folder in folders:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        check_space(folder, output.missing_bytes(_in_folder(plan, folder)))
 
 
 def _ignore_progress(done: int, total: int, name: str) -> None:
@@ -305,7 +304,7 @@ def _finish(output: Output, plan: ConversionPlan, checkpoint: Checkpoint, found:
     Raises:
         ModelFileError: a file of the checkpoint has changed meanwhile; what was written of it is not kept.
     """
-    files = _small_files(checkpoint, plan)
+    files = small_files(checkpoint, plan)
     try:
         found.check()
     except ModelFileError:
@@ -350,21 +349,6 @@ def _check_config(config: dict[str, Any]) -> None:
     SourceFormat(config)
 
 
-def checkpoint_digest(checkpoint: Checkpoint, stamps: Iterable[str] | None = None) -> str:
-    """Changes when config.json, a tensor's place, or a file's length or date changes, or one of `stamps` instead."""
-    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
-    for stamp in map(_stamp, checkpoint.files) if stamps is None else stamps:
-        digest.update(stamp.encode())
-    for name, tensor in sorted(checkpoint.tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tensor.shape} {tensor.offset}\n".encode())
-    return digest.hexdigest()
-
-
-def _stamp(file: Path) -> str:
-    status = file.stat()
-    return f"{file.name} {status.st_size} {status.st_mtime_ns}\n"
-
-
 def _write(output: Output, plan: ConversionPlan, progress: ByteProgress, total: int) -> tuple[list[str], list[str]]:
     """All large files; returns the names of those that an earlier run had finished, intact and damaged ones."""
     kept: list[str] = []
@@ -393,34 +377,6 @@ def _advance(progress: ByteProgress, start: int, total: int, name: str) -> Calla
         progress(done, total, name)
 
     return advance
-
-
-def _small_files(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, bytes]:
-    """Contents by name; the last one makes the directory a model."""
-    copied = {name: (checkpoint.folder / name) for name in COPIED}
-    files = {name: file.read_bytes() for name, file in copied.items() if file.is_file()}
-    files |= {} if plan.recipe is None else {RECIPE: plan.recipe.file()}
-    if _has_grids(plan):
-        files[GRIDS_LICENSE] = license_text().encode()
-    config = {**unquantized(checkpoint.config), "quantization": plan.quantization}
-    files["config.json"] = (json.dumps(tagged(config), indent=2, ensure_ascii=False) + "\n").encode()
-    if plan.index is not None:
-        return {MLX_INDEX: plan.index, **files}
-    files[f"{FOLDER}/{LAYOUT}"] = layout_json(plan.layout, plan.share, plan.also)
-    return files
-
-
-def _has_grids(plan: ConversionPlan) -> bool:
-    """Whether a form with a table of its own is one of those of experts, or of resident matrices."""
-    of_experts = (quant for one in plan.layout.records.values() for quant in one.quants)
-    written = (
-        one
-        for unit in plan.units
-        if isinstance(unit, ResidentFile)
-        for source in unit.sources
-        for one in source.written
-    )
-    return any(quant.grid for quant in of_experts) or any(one.name.endswith(f".{GRID}") for one in written)
 
 
 def _verify(output: Output, checkpoint: Checkpoint, plan: ConversionPlan, progress: ByteProgress) -> None:

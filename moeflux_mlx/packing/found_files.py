@@ -1,6 +1,8 @@
 """The files of a checkpoint as a conversion found them: another program may replace one while the conversion reads."""
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,3 +55,18 @@ def _change(old: Stamp | None, new: Stamp | None) -> str:
     if old is None or new is None:
         return "appeared" if old is None else "was removed"
     return f"was changed or replaced (another {', '.join(name for name in old if old[name] != new[name])})"
+
+
+def checkpoint_digest(checkpoint: Checkpoint, stamps: Iterable[str] | None = None) -> str:
+    """Changes when config.json, a tensor's place, or a file's length or date changes, or one of `stamps` instead."""
+    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
+    for stamp in map(_line, checkpoint.files) if stamps is None else stamps:
+        digest.update(stamp.encode())
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tensor.shape} {tensor.offset}\n".encode())
+    return digest.hexdigest()
+
+
+def _line(file: Path) -> str:
+    status = file.stat()
+    return f"{file.name} {status.st_size} {status.st_mtime_ns}\n"

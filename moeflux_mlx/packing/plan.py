@@ -43,8 +43,8 @@ class Fallback:
 class ConversionPlan:
     """The files to write, in order, and what goes into config.json. `recipe`: what floats were quantised by; None:
     there were none. `rounds`: whether floats, or codes anew, are rounded. `index`: of mlx-lm's shards; None: the files
-    are those of a packed model.
-    `fallbacks`: matrices whose form is not the recipe's. `left_out`: number of tensors that are not written.
+    are those of a packed model. `fallbacks`: matrices whose form is not the recipe's. `left_out`: number of tensors
+    that are not written.
     """
 
     layout: ExpertLayout
