@@ -37,9 +37,9 @@ def run(options: argparse.Namespace) -> int:
     if options.max_tokens < 2 or options.rounds < 1 or min(options.prompt_tokens or LENGTHS) < 1:
         raise RequestError("--max-tokens must be at least 2, --rounds and --prompt-tokens at least 1")
     model = local_model(options)
-    options.prompt_tokens = fitting_lengths(
-        options, open_weights(resolve(model, options.revision, tokenizer=options.tokenizer)).args
-    )
+    path = resolve(model, options.revision, tokenizer=options.tokenizer)
+    args = open_weights(path, without_correction_bias=options.without_correction_bias).args
+    options.prompt_tokens = fitting_lengths(options, args)
     room = max(options.parallel or [1]) - 1  # tokens that the first of several says before the last begins
     options.context = options.context or max(options.prompt_tokens) + options.max_tokens + room
     # random tokens say nothing about what later sessions use

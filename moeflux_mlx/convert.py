@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from .cli.run import Parser, execute  # first: where MLX is missing, it says so
 from .calibration.convert import DEFAULT_TEXT, Calibration, convert_calibrated, plan_calibrated
 from .calibration.rounding import CALIBRATED_METHODS, GPTQ
 from .cli.interrupts import INTERRUPTED
-from .cli.options import add_tokenizer, gigabytes
+from .cli.options import Adder, add_tokenizer, add_without_correction_bias
 from .cli.planning import reading_line
 from .cli.terminal import agree, note
 from .engine.machine import default_dtype
@@ -27,7 +28,7 @@ from .model.tensors import token_bytes
 from .packing.convert import LAYOUTS, PACKED, ConversionReport, convert
 from .packing.ggml import TYPES
 from .packing.recipe import RECIPES
-from .quant import AFFINE_BITS, AFFINE_GROUPS, DEFAULT, MLX_MODES
+from .quant import AFFINE_BITS, AFFINE_GROUPS, DEFAULT, MLX_MODES, fitting
 from .rounding.methods import FIT, METHODS
 from .text.tokenizer import VOCABULARY_FILES
 
@@ -67,7 +68,7 @@ def add_calibration(made: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.delete_source:
+    if options.delete_source and user_path(options.hf_path).is_dir():  # anything else is refused
         agree(
             f"the safetensors files of {options.hf_path} will be deleted one by one, "
             "each after it has been packed and read back",
@@ -133,7 +134,6 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 
 def _calibration(options: argparse.Namespace) -> Calibration:
     path = user_path(options.mlx_path)
-    gigabytes("--memory-gb", options.memory_gb)
     return Calibration(
         path.with_name(f"{path.name}.calibration"),
         DEFAULT_TEXT if options.calibrate == [DEFAULT_TEXT] else options.calibrate,
@@ -173,6 +173,16 @@ def _without_effect(report: ConversionReport, options: argparse.Namespace) -> li
     return [f"note: {', '.join(vain)} had no effect: the weights are already quantised and were copied{more}"]
 
 
+def _fallbacks(report: ConversionReport) -> list[str]:
+    """A note for each form that did not suit all matrices."""
+    kinds = Counter((one.columns, one.named, one.made) for one in report.fallbacks)
+    return [
+        f"note: {count} {'matrix' if count == 1 else 'matrices'} of {columns} columns in {made.mode} instead of "
+        f"{named.mode}, whose rows are multiples of {named.multiple}; {', '.join(fitting(columns))} would fit"
+        for (columns, named, made), count in kinds.items()
+    ]
+
+
 def _files(count: int) -> str:
     return f"{count} file{'s' if count != 1 else ''}"
 
@@ -197,6 +207,7 @@ def _print_report(report: ConversionReport, options: argparse.Namespace) -> None
         lines.append("layer files are hard links to the checkpoint's: they share its disk space")
     if report.recipe is not None:
         lines.append(f"recipe {report.recipe}")
+    lines += _fallbacks(report)
     if report.left_out:
         lines.append(f"left out: {report.left_out} tensors of an image encoder or a draft head")
     weights = open_weights(report.path)
@@ -213,6 +224,20 @@ def _print_report(report: ConversionReport, options: argparse.Namespace) -> None
     if report.verified:
         lines.append("verified: all files equal a fresh conversion")
     note("\n".join([*lines, f"{report.path} is ready"]))
+
+
+def add_places(add: Adder) -> None:
+    """Adds the options of where, and how, a model is written."""
+    add("--ranks", type=int, metavar="N", help="with --rank: write only the experts of that rank, of N machines")
+    add("--rank", type=int, metavar="I", help="number of the rank, from 0")
+    add(
+        "--also",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="directories on other drives that share the experts with OUT",
+    )
+    add("--layout", choices=LAYOUTS, default=PACKED, help="packed, or a checkpoint for mlx-lm (%(default)s)")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -262,18 +287,10 @@ def parser() -> argparse.ArgumentParser:
     add("--verify", action="store_true", help="read all files again and compare them with a new conversion")
     add("--delete-source", action="store_true", help="delete each file of the directory when it is packed; asks first")
     add("--yes", action="store_true", help="delete without asking")
-    add("--ranks", type=int, metavar="N", help="with --rank: write only the experts of that rank, of N machines")
-    add("--rank", type=int, metavar="I", help="number of the rank, from 0")
-    add(
-        "--also",
-        nargs="+",
-        default=[],
-        metavar="DIR",
-        help="directories on other drives that share the experts with OUT",
-    )
-    add("--layout", choices=LAYOUTS, default=PACKED, help="packed, or a checkpoint for mlx-lm (%(default)s)")
+    add_places(add)
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     add_tokenizer(add)
+    add_without_correction_bias(add)
     return made
 
 

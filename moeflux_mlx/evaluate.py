@@ -21,6 +21,7 @@ from .cli.options import (
     add_memory,
     add_shards_in,
     add_tiles,
+    add_without_correction_bias,
     dtype_of,
     file_to_write,
     settings_of,
@@ -103,7 +104,7 @@ def _by_layers(options: argparse.Namespace, path: Path, shards_in: Sequence[Path
     idle = [name for name in OF_ENGINES if getattr(options, name) not in (None, NOT_GIVEN.get(name))]
     for name in idle:
         note(f"note: {written(name)} has no effect where {path} is read layer by layer")
-    return LayerReader(path, shards_in, dtype_of(options))
+    return LayerReader(path, shards_in, dtype_of(options), options.without_correction_bias)
 
 
 def summary(measured: Losses) -> JsonDict:
@@ -189,6 +190,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument_group("measurement").add_argument
     add("--model", help="directory, or Hugging Face repo id org/name; default: the demo model in the package")
     add_shards_in(add)
+    add_without_correction_bias(add)
     add(
         "--against",
         metavar="MODEL",

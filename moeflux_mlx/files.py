@@ -1,11 +1,13 @@
 """Files: paths as users write them, JSON, durable writes, and the data that ships with the package."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
 import os
 import secrets
+import stat
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -46,11 +48,26 @@ def user_path(value: str | Path) -> Path:
     return path
 
 
+def that_ends(path: Path, pipes: bool = False) -> Path:
+    """`path`, unless reading it might never end.
+
+    Args:
+        pipes: whether a pipe is allowed, whose writer ends it.
+
+    Raises:
+        OSError: it is missing, a device, or a pipe.
+    """
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (pipes and stat.S_ISFIFO(mode))):
+        raise OSError(errno.EINVAL, f"it is a device{'' if pipes else ', a pipe'} or a socket; give a regular file")
+    return path
+
+
 def read_text(name: str | Path) -> str:
-    """The text of a file. Raises RequestError: the file cannot be read, or is not UTF-8."""
+    """The text of a file, or of a pipe. Raises RequestError: it cannot be read, or is not UTF-8."""
     path = user_path(name)
     try:
-        return path.read_text(encoding="utf-8")
+        return that_ends(path, pipes=True).read_text(encoding="utf-8")
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -109,11 +126,12 @@ def read_json(path: Path) -> JsonDict:
 def read_any_json(path: Path) -> JsonValue:
     """Raises ModelFileError when the file is missing or is not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_hook=_untagged)
+        return json.loads(that_ends(path).read_text(encoding="utf-8"), object_hook=_untagged)
     except FileNotFoundError:
         raise ModelFileError(f"{path} does not exist") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} cannot be read as JSON: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ModelFileError(f"{path} cannot be read as JSON: {reason}") from None
 
 
 def _untagged(value: JsonDict) -> JsonValue:

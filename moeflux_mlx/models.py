@@ -72,7 +72,7 @@ def machine(options: argparse.Namespace) -> Machine:
     if options.measure_disk is not None:
         if disk is not None:
             raise RequestError("--measure-disk and --disk-gb-per-s exclude each other; give one of them")
-        disk = int(measure_disk(open_weights(resolve(options.measure_disk)).experts))
+        disk = int(measure_disk(open_weights(resolve(options.measure_disk), without_correction_bias=True).experts))
     products = gigabytes("--products-gb-per-s", options.products_gb_per_s)
     return machine_of(figures(options.ram_gb), disk, products)
 

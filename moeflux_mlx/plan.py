@@ -23,6 +23,7 @@ from .cli.options import (
     add_shards_in,
     add_variant,
     add_vision,
+    add_without_correction_bias,
     dtype_of,
     gigabytes,
     settings_of,
@@ -163,13 +164,13 @@ def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str, is_a
     if is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
         if options.measure_disk:
             raise RequestError(f"--measure-disk reads a model's files, and {options.model} is not here; leave it out")
-        args, layout, shapes = remote.figures()
+        args, layout, shapes = remote.figures(options.without_correction_bias)
         vision = remote.vision(args, with_images)
         dense = token_bytes(args, shapes, dtype)
         resident = resident_bytes(shapes, dtype)
         return Described(args, layout, resident, dense, remote.recipe(), vision, remote.in_place, remote.disk)
     folders = [user_path(folder) for folder in options.shards_in]
-    weights = open_weights(resolve(options.model, shards_in=folders), folders)
+    weights = open_weights(resolve(options.model, shards_in=folders), folders, options.without_correction_bias)
     weights.check_mode(expert_io)
     if is_alone:
         weights.check_held(None)
@@ -272,6 +273,7 @@ def parser() -> argparse.ArgumentParser:
         help="directory of a packed model or of an MLX checkpoint, or Hugging Face repo id org/name",
     )
     add_shards_in(add)
+    add_without_correction_bias(add)
     add_variant(add)
     add("--recipe", metavar="NAME_OR_FILE", help="store --variant as moeflux convert --recipe would; default: 4 bits")
     add_dtype(add)

@@ -72,6 +72,11 @@ GGUF_MODES = {
     "tq2_0": Mode(32, 2, TABLE, "tq2_0", nested=2, header=1),
 }
 MODES = MLX_MODES | GGUF_MODES
+# What llama.cpp's converter takes where rows are no multiple of a form's super-blocks (`tensor_type_fallback`).
+FALLBACKS = {
+    **{"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "tq1_0": "q4_0"},
+    **{"tq2_0": "q4_0", **{mode: "iq4_nl" for mode in GGUF_MODES if mode.startswith("iq") and mode != "iq4_nl"}},
+}
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,12 @@ class Quant:
     def multiple(self) -> int:
         """What the number of columns is a multiple of."""
         return SUPER if self.is_nested else self.group_size
+
+    def fitted(self, columns: int) -> "Quant":
+        """This form, or what replaces it for rows of a number of columns that it cannot have."""
+        if columns % self.multiple == 0 or self.mode not in FALLBACKS:
+            return self
+        return of_mode(FALLBACKS[self.mode])
 
     @cached_property
     def has_biases(self) -> bool:
@@ -218,6 +229,16 @@ DEFAULT = Quant(4, 64)  # MLX's own
 EXPERTS = Quant(4, 64)  # default form of routed experts that come as floats
 SUPPORTED = "affine 1, 2, 3, 4, 5, 6, 8 bits in groups of 32, 64, 128, mxfp4, mxfp8 and nvfp4"
 OUTER = ("language_model.", "model.")  # prefixes of module paths that only some files have
+
+
+def of_mode(mode: str) -> Quant:
+    """The form of a mode in its usual sizes."""
+    return Quant(MODES[mode].bits, MODES[mode].group_size, mode)
+
+
+def fitting(columns: int) -> list[str]:
+    """The modes in which rows can have so many columns."""
+    return [mode for mode in MODES if columns % of_mode(mode).multiple == 0]
 
 
 def plain(path: str) -> str:

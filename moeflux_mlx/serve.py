@@ -16,7 +16,7 @@ from .cli.terminal import note
 from .engine.engine import Engine
 from .engine.locate import resolve
 from .errors import RequestError
-from .files import user_path
+from .files import that_ends, user_path
 
 if TYPE_CHECKING:
     from .server.listen import Listener
@@ -94,7 +94,7 @@ def read_key(options: argparse.Namespace) -> str | None:
         return None
     path = user_path(options.api_key_file)
     try:
-        key = path.read_text(encoding="utf-8").strip()
+        key = that_ends(path, pipes=True).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"--api-key-file cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if len(key) < LEAST_KEY or not key.isprintable() or not key.isascii() or " " in key:

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 def find_pool(path: Path, minutes: float) -> None:
     """Runs the model with pools of several sizes, if it is streamed, and keeps the smallest of the fastest."""
-    weights = open_weights(resolve(path))
+    weights = open_weights(resolve(path), without_correction_bias=True)
     args, layout, dtype = keeping(weights.args, "auto", None), weights.experts.layout, default_dtype()
     resident, in_place = resident_bytes(weights.shapes, dtype), not weights.can_be_mapped
     demand = LoadSettings(path).demand(args, resident, dtype, in_place=in_place, vision=weights.vision())
@@ -93,7 +93,14 @@ def speed_with(path: Path, pool: int, seconds: float) -> float:
 
     It has at most `ANSWER` tokens, and takes about `seconds` at most.
     """
-    engine = open_engine(path, expert_io="pread", expert_cache_bytes=pool, keep_warm="off", warm_start="off")
+    engine = open_engine(
+        path,
+        expert_io="pread",
+        expert_cache_bytes=pool,
+        keep_warm="off",
+        warm_start="off",
+        without_correction_bias=True,
+    )
     try:
         start, times = time.perf_counter(), list[float]()
         prompt, sampler = engine.tokenizer.encode(PROMPT), make_sampler(1.0, key=mx.random.key(0))

@@ -335,12 +335,13 @@ def skipped_tensors(family):
 
 
 def _skipped_of_kin(family):
-    """Returns a layer that drafts, and an image encoder if there is one."""
+    """Returns a layer that drafts, an image encoder if there is one, and a router's bias for images."""
     c = text_config(family)
     root, count = _root(family), c.get("num_hidden_layers") or 2 * c["num_layers"]
     drafts = {f"{root}layers.{count}.{name}.weight": (128, 256) for name in ("eh_proj", "mlp.experts.0.up_proj")}
     vision = {"model.visual.blocks.0.norm1.weight": (32,), "model.visual.merger.proj.weight": (128, 32)}
-    return drafts | (vision if root != "model." else {})
+    of_images = {"layers.0.ffn.gate.bias_vl": (16,)} if family in ("deepseek_v4", "deepseek_v41") else {}
+    return drafts | of_images | (vision if root != "model." else {})
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from ..formats.checkpoint import Checkpoint, open_checkpoint
 from ..formats.record import ExpertLayout
 from ..packing import convert as packing
 from ..packing.convert import ConversionReport
+from ..packing.found_files import FoundFiles, checkpoint_digest
 from ..packing.layer_files import LayerFile
 from ..packing.plan import ConversionPlan, make_plan, read_args
 from ..packing.recipe import EXPERT_PARTS, Recipe
@@ -34,6 +35,7 @@ from .weights import CheckpointWeights
 
 Option: TypeAlias = Any  # the value of a parameter of `packing.convert.convert`, which is passed on to it
 DEFAULT_TEXT = "default"
+MOST = 1e9  # bits of a weight, or gigabytes
 BASE = "balanced"  # the recipe of what a budget is not about
 NamedReport = Callable[[float, str], object]  # called with the share that is done of what the name says
 
@@ -77,6 +79,10 @@ class Calibration:
             raise ConfigError("--target-bits and --target-gb are both given; give one of them")
         if self.tokens is not None and self.tokens < 1:
             raise ConfigError(f"{self.tokens} tokens for calibration; give at least 1")
+        for name in ("target_bits", "target_gb", "memory_gb"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < MOST:
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be positive and below {MOST:g}")
 
 
 def convert_calibrated(
@@ -107,12 +113,13 @@ def convert_calibrated(
     if options.get("delete_source"):
         raise ConfigError("--calibrate reads the checkpoint several times; leave out --delete-source")
     path = user_path(hf_path)
-    made, args = _begun(path, calibration, report)
+    made, args = _begun(path, calibration, options, report)
     if calibration.has_budget:
         recipe = made.within_budget(args, Recipe.of(BASE if recipe is None else recipe))
     wanted = _wanted(recipe, options)
     wanted.check(is_calibrated=True)
     rounding = made.rounded(args, wanted, say, user_path(mlx_path))
+    made.found.check()
     done = packing.convert(path, mlx_path, recipe=recipe, rounding=rounding, **options)
     shutil.rmtree(calibration.folder, ignore_errors=True)
     return done
@@ -127,25 +134,31 @@ def plan_calibrated(
     Raises:
         ConfigError, ModelFileError, RequestError, TokenizerError: as `convert_calibrated`.
     """
-    made, args = _begun(user_path(hf_path), calibration)
+    made, args = _begun(user_path(hf_path), calibration, options)
     if calibration.has_budget:
         made.budget(args, Recipe.of(BASE if recipe is None else recipe))
     return made.planned(args, _wanted(recipe, options))[1]
 
 
 def _begun(
-    path: Path, calibration: Calibration, report: NamedReport = lambda share, name: None
+    path: Path,
+    calibration: Calibration,
+    options: Mapping[str, Option],
+    report: NamedReport = lambda share, name: None,
 ) -> tuple["_Conversion", ModelArgs]:
     """Reads the texts and the headers of the checkpoint."""
     calibration.check()
     if not path.is_dir():
         raise ConfigError(f"{path} is no directory; download the checkpoint first: calibration reads it several times")
     texts = read_texts(load_tokenizer(path), calibration)
+    found = FoundFiles.of(open_checkpoint(path))
     checkpoint = open_checkpoint(path)
-    return _Conversion(path, checkpoint, texts, calibration, report), read_args(checkpoint)
+    weights = CheckpointWeights(path, without_correction_bias=bool(options.get(WITHOUT_BIAS)))
+    return _Conversion(weights, checkpoint, found, texts, calibration, report), read_args(checkpoint)
 
 
-_FORMS = ("q_bits", "q_group_size", "q_mode", "q_type", "expert_bits", "down_bits", "requantize")
+WITHOUT_BIAS = "without_correction_bias"
+_FORMS = ("q_bits", "q_group_size", "q_mode", "q_type", "expert_bits", "down_bits", "requantize", WITHOUT_BIAS)
 
 
 def _wanted(recipe: str | Path | Recipe | None, options: Mapping[str, Option]) -> Wanted:
@@ -180,11 +193,17 @@ class _Conversion:
     """One calibrated conversion."""
 
     def __init__(
-        self, path: Path, checkpoint: Checkpoint, texts: list[np.ndarray], calibration: Calibration, report: NamedReport
+        self,
+        weights: CheckpointWeights,
+        checkpoint: Checkpoint,
+        found: FoundFiles,
+        texts: list[np.ndarray],
+        calibration: Calibration,
+        report: NamedReport,
     ):
+        self.weights, self.found = weights, found
         self.checkpoint, self.texts, self.calibration, self._report = checkpoint, texts, calibration, report
-        self.weights = CheckpointWeights(path)
-        self.name, self.folder = packing.checkpoint_digest(checkpoint), calibration.folder / "rounded"
+        self.name, self.folder = checkpoint_digest(checkpoint), calibration.folder / "rounded"
 
     def within_budget(self, args: ModelArgs, base: Recipe) -> Recipe:
         """The recipe that spends the budget on the routed experts."""
@@ -219,7 +238,7 @@ class _Conversion:
             budget, enough = int(total * target_bits / 8), f"--target-bits {8 * least / total:g}"
         else:
             assert target_gb is not None
-            plan = make_plan(self.checkpoint, args, Wanted.of(recipe=base))
+            plan = make_plan(self.checkpoint, args, self._like(base))
             budget = int(target_gb * 1e9) - sum(unit.size for unit in plan.units if not isinstance(unit, LayerFile))
             enough = f"--target-gb {math.ceil(1e3 * target_gb + (least - budget) / 1e6) / 1e3:g}"
         if budget < least:
@@ -229,8 +248,11 @@ class _Conversion:
             )
         return budget
 
+    def _like(self, recipe: Recipe) -> Wanted:
+        return Wanted.of(recipe=recipe, without_correction_bias=self.weights.without_correction_bias)
+
     def _size(self, args: ModelArgs, recipe: Recipe) -> int:
-        return make_plan(self.checkpoint, args, Wanted.of(recipe=recipe)).total_bytes
+        return make_plan(self.checkpoint, args, self._like(recipe)).total_bytes
 
     def planned(self, args: ModelArgs, wanted: Wanted) -> tuple[ConversionPlan, Needs]:
         """The plan of the conversion, and the needs of the run."""

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import mlx.core as mx
 
-from ..errors import ModelFileError, RequestError
+from ..errors import ExpertIOError, ModelFileError, RequestError
 from ..files import replace_file
 from ..formats.checkpoint import Tensor
 from ..packing.resident import TensorFile, array_bytes
@@ -79,11 +80,21 @@ class _Promised:
         raise NotImplementedError
 
 
-def _replace(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises RequestError: the system refuses to write there."""
     try:
-        replace_file(path, chunks)
+        yield
+    except ExpertIOError:
+        raise
     except OSError as error:
-        raise RequestError(f"{path} cannot be written: {error.strerror or error}") from None
+        reason = error.strerror or error
+        raise RequestError(f"{path} cannot be written: {reason}; choose a place that can be") from None
+
+
+def _replace(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    with writing(path):
+        replace_file(path, chunks)
 
 
 def read_tensors(path: Path) -> dict[str, mx.array]:

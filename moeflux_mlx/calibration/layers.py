@@ -36,7 +36,7 @@ from ..ops.observe import observing
 from ..ops.seen import HANDED, Chosen
 from ..packing.sources import DTYPES, WrittenTensor
 from .experts import OneByOne
-from .files import read_tensors, write_json, write_rows, write_tensors
+from .files import read_tensors, write_json, write_rows, write_tensors, writing
 from .seen import SeenLayer
 from .weights import LayerWeights
 
@@ -96,7 +96,8 @@ class LayerRun:
             "backend": backend.name(),
             "rows_at_once": self._rows_at_once,
         }
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / RUN
         if not file.exists():
             write_json(file, ours)
@@ -327,7 +328,9 @@ def _locked(folder: Path) -> Iterator[None]:
     Raises:
         RequestError: one is in it.
     """
-    with open(folder / LOCK, "wb") as file:
+    with writing(folder):
+        lock = open(folder / LOCK, "wb")  # noqa: SIM115
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -95,17 +95,18 @@ class LayerWeights(Protocol):
         ...
 
 
-def open_layers(path: Path, shards_in: Sequence[Path] = ()) -> LayerWeights:
+def open_layers(path: Path, shards_in: Sequence[Path] = (), without_correction_bias: bool = False) -> LayerWeights:
     """The weights of a packed model, or of a checkpoint in any form that `convert` reads.
 
     Args:
         shards_in: other directories in which a checkpoint's safetensors files may lie.
+        without_correction_bias: as for `load`.
 
     Raises:
         ConfigError, ModelFileError: a file is missing or wrong, or uses a feature that is not implemented.
     """
     if not (path / FOLDER / LAYOUT).exists():
-        return CheckpointWeights(path, shards_in)
+        return CheckpointWeights(path, shards_in, without_correction_bias)
     check_folders(shards_in)  # which a packed model does not read
     return PackedWeights(path)
 
@@ -142,12 +143,14 @@ class PlannedWeights:
 class CheckpointWeights(PlannedWeights):
     """`LayerWeights` of a checkpoint; floats stay as they are stored."""
 
-    def __init__(self, path: Path, shards_in: Sequence[Path] = ()):
+    def __init__(self, path: Path, shards_in: Sequence[Path] = (), without_correction_bias: bool = False):
         checkpoint = open_checkpoint(path, shards_in)
         if checkpoint.packed is not None:
             raise NotPackedError(f"{path} holds another tool's packed experts; convert it first, and give the result")
         args = read_args(checkpoint)
-        super().__init__(args, make_plan(checkpoint, args, replace(Wanted.of(requantize=True), keeps_floats=True)))
+        self.without_correction_bias = without_correction_bias
+        wanted = Wanted.of(requantize=True, without_correction_bias=without_correction_bias)
+        super().__init__(args, make_plan(checkpoint, args, replace(wanted, keeps_floats=True)))
 
     def expert(self, layer: int, expert: int, dtype: mx.Dtype) -> FloatExpert:
         parts = [part.values(dtype) for part in self.units[layer].experts.parts(expert)]

@@ -74,7 +74,7 @@ def _is_whole(folder: Path) -> bool:
         for files in ggufs.values():
             open_gguf(Path(files[0]))
         if not ggufs:
-            open_weights(folder)
+            open_weights(folder, without_correction_bias=True)
     except MoefluxError:
         return False
     return True

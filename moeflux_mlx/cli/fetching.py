@@ -45,7 +45,7 @@ def _memory_lines(remote: Remote, options: argparse.Namespace) -> list[str]:
     """
     settings = replace(settings_of(options, None), expert_io=from_environment(options.expert_io))
     dtype = settings.dtype or default_dtype()
-    args, layout, shapes = remote.figures()
+    args, layout, shapes = remote.figures(settings.without_correction_bias)
     args = keeping(args, settings.kv_bits, settings.dtype)
     demand = settings.demand(
         args,

@@ -140,7 +140,7 @@ def shapes_of(options: argparse.Namespace) -> Shapes:
     if options.variant is not None:
         return Shapes.of_variant(options.variant, dtype)
     if is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
-        args, layout, tensors = remote.figures()
+        args, layout, tensors = remote.figures(without_correction_bias=True)
         return Shapes.of(args, layout, tensors, dtype)
-    weights = open_weights(resolve(options.model))
+    weights = open_weights(resolve(options.model), without_correction_bias=True)
     return Shapes.of(weights.args, weights.experts.layout, weights.shapes, dtype)

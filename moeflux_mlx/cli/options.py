@@ -79,6 +79,7 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False, an
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     add_shards_in(add)
     add_tokenizer(add)
+    add_without_correction_bias(add)
     add("--yes", action="store_true", help="download more than 20 GB without asking")
     add_dtype(add)
     add_activations(add)
@@ -159,6 +160,15 @@ def add_shards_in(add: Adder) -> None:
         default=(),
         metavar="DIR",
         help="further directories with safetensors files of the checkpoint, for example on other drives",
+    )
+
+
+def add_without_correction_bias(add: Adder) -> None:
+    add(
+        "--without-correction-bias",
+        action="store_true",
+        help="take a checkpoint that lacks the biases which correct the choice of experts, as mlx-lm's of ERNIE do; "
+        "answers get worse",
     )
 
 

@@ -119,7 +119,7 @@ def open_with(settings: LoadSettings) -> Engine:
     ranks = settings.ranks
     folders = [user_path(folder) for folder in settings.shards_in]
     path = resolve(settings.path_or_hf_repo, settings.revision, folders, settings.tokenizer)
-    weights = open_weights(path, folders)
+    weights = open_weights(path, folders, settings.without_correction_bias)
     settings = replace(settings, expert_io=_checked_mode(settings.expert_io, weights, ranks))
     dtype, bits = checked_dtype(settings.dtype), activation_bits(settings.cpu_activations, settings.dtype)
     args, tiles = keeping(weights.args, settings.kv_bits, settings.dtype), choose(settings.tiles)
@@ -288,6 +288,9 @@ def load(settings: LoadSettings) -> tuple[Model, TokenizerWrapper]:
             in parallel.
         tokenizer: a directory or repo id with the tokenizer files for a GGUF; None: those beside it, or else made from
             its metadata.
+        without_correction_bias: whether a checkpoint that lacks the biases by which routers correct their choice, such
+            as mlx-lm's conversions of ERNIE 4.5, is loaded all the same. Its tokens then go to other experts than the
+            model was trained with.
         tiles: how a GPU's kernels cut their matrices: "code" (the built-in tiles), a file that `moeflux tune` wrote, or
             "auto": the environment variable MOEFLUX_TILES, else what `moeflux tune` found on this GPU. Other tiles may
             change the last bits of a result.

@@ -49,6 +49,7 @@ class LoadSettings:
     revision: str | None = None
     shards_in: Sequence[str | Path] = ()
     tokenizer: str | Path | None = None
+    without_correction_bias: bool = False
     tiles: str | Path = "auto"
     pool_share: float | None = None
     least_context: int = 0

@@ -95,8 +95,11 @@ class Remote:
         total = sum(file.size for file in repository.matching(wanted))
         return cls(repository, tuple(wanted), repository.missing(wanted), total)
 
-    def figures(self) -> tuple[ModelArgs, ExpertLayout, dict[str, mx.array]]:
+    def figures(self, without_correction_bias: bool = False) -> tuple[ModelArgs, ExpertLayout, dict[str, mx.array]]:
         """The figures for a memory plan: the model, its records, and its resident tensors as lazy zeros.
+
+        Args:
+            without_correction_bias: as for `load`.
 
         Raises:
             ConfigError, ModelFileError: the model cannot be run.
@@ -109,7 +112,7 @@ class Remote:
             return args, layout, {one.name: _shape(one.shape, one.dtype) for one in self._tensors(heads, small)}
         shards = [name for name in self.wanted if name.endswith(".safetensors")]
         tensors = {one.name: one for one in self._tensors(shards, small)}
-        return _in_place(Checkpoint(small, read_config(small), tensors, ()), args)
+        return _in_place(Checkpoint(small, read_config(small), tensors, ()), args, without_correction_bias)
 
     def recipe(self) -> Recipe | None:
         """How floats became its codes, if a conversion of ours says so, as `packing.recipe.read_recipe`."""
@@ -185,7 +188,7 @@ class Remote:
 class RemoteGguf(Remote):
     """One of a repository's GGUF models."""
 
-    def figures(self) -> tuple[ModelArgs, ExpertLayout, dict[str, mx.array]]:
+    def figures(self, without_correction_bias: bool = False) -> tuple[ModelArgs, ExpertLayout, dict[str, mx.array]]:
         """As those of other models; the headers of its files are kept, each in a file without data."""
         heads = kept_files() / "gguf" / "headers" / self.repository.commit
         _forget_old(heads)
@@ -202,7 +205,7 @@ class RemoteGguf(Remote):
         folder = described(heads / self.wanted[0])
         assert folder is not None
         args = ModelArgs.from_file(folder)
-        return _in_place(open_source(folder), args)
+        return _in_place(open_source(folder), args, without_correction_bias)
 
     def recipe(self) -> Recipe | None:
         return None
@@ -289,9 +292,12 @@ def _is_model(folder: Path) -> bool:
         return False
 
 
-def _in_place(checkpoint: Checkpoint, args: ModelArgs) -> tuple[ModelArgs, ExpertLayout, dict[str, mx.array]]:
+def _in_place(
+    checkpoint: Checkpoint, args: ModelArgs, without_correction_bias: bool
+) -> tuple[ModelArgs, ExpertLayout, dict[str, mx.array]]:
     """The figures of a checkpoint that is used as it lies."""
-    plan = make_plan(checkpoint, args, Wanted(keeps_floats=True))
+    wanted = Wanted(keeps_floats=True, without_correction_bias=without_correction_bias)
+    plan = make_plan(checkpoint, args, wanted)
     sources = (source for unit in plan.units if isinstance(unit, ResidentFile) for source in unit.sources)
     written = (one for source in sources for one in source.written)
     return args, plan.layout, {one.name: _shape(one.shape, one.dtype) for one in written}

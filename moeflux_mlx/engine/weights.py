@@ -121,9 +121,10 @@ class ModelWeights:
         return self.checkpoint.fingerprint(dtype, bits)
 
 
-def open_weights(path: Path, shards_in: Sequence[Path] = ()) -> ModelWeights:
+def open_weights(path: Path, shards_in: Sequence[Path] = (), without_correction_bias: bool = False) -> ModelWeights:
     """Args:
         shards_in: other directories in which a checkpoint's safetensors files may lie.
+        without_correction_bias: as for `load`.
 
     Raises:
     ConfigError, ModelFileError: a file is missing or wrong, or uses a feature that is not implemented.
@@ -134,7 +135,7 @@ def open_weights(path: Path, shards_in: Sequence[Path] = ()) -> ModelWeights:
         experts = open_packed(path, args)
         check_grids(experts)
         return ModelWeights(path, args, experts, read_resident(path), tables=open_tables(path, args))
-    in_place = open_in_place(path, shards_in)
+    in_place = open_in_place(path, shards_in, without_correction_bias)
     lie = in_place.shapes(), in_place, in_place.tables
     return ModelWeights(path, in_place.args, in_place.experts, *lie, tuple(shards_in))
 

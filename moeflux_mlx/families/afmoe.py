@@ -53,7 +53,7 @@ def _gguf(read: Metadata) -> JsonDict:
         "num_dense_layers": read.count("leading_dense_block_count", 0),
         "num_shared_experts": read.count("expert_shared_count", 0),
         "route_norm": read.flag("expert_weights_norm", True),
-        "route_scale": read.number("expert_weights_scale", 1.0),
+        "route_scale": read.weights_scale(),
         "sliding_window": read.count("attention.sliding_window"),
         "global_attn_every_n_layers": 4,
         "mup_enabled": True,

@@ -100,15 +100,15 @@ def as_of_kimi(read: Fields) -> Fields:
     return Fields({**{name: read.config.get(theirs) for name, theirs in OF_KIMI.items()}, **read.config})
 
 
-def common(read: Fields, eps: float = 1e-6) -> JsonDict:
+def common(read: Fields, eps: float = 1e-6, windows: bool = False) -> JsonDict:
     """The fields of `ModelArgs` that all families have, except `layers`; refuses values that no family implements.
 
-    `eps`: that of norms if the field is missing.
+    `eps`: that of norms if the field is missing. `windows`: what a file may say in `use_sliding_window`.
     """
     for name, wanted in (
         ("hidden_act", "silu"),
         ("tie_word_embeddings", False),
-        ("use_sliding_window", False),
+        ("use_sliding_window", windows),
     ):
         read.must_equal(name, wanted)
     return sizes(read, eps)

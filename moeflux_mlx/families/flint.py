@@ -22,7 +22,7 @@ def _flint(read: Fields) -> JsonDict:
     dense = read.optional("mlp_only_layers", list, [0, 1])
     sparse = sparse_layers(Fields({**read.config, "mlp_only_layers": dense}))
     mixers = rotating_in_windows(read, _kinds(layer_count(read)), sinks=True)
-    return {**common(read), "layers": layers(read, mixers, moe, sparse)}
+    return {**common(read, windows=True), "layers": layers(read, mixers, moe, sparse)}
 
 
 def _kinds(count: int) -> list[str]:

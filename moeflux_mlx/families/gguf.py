@@ -158,9 +158,13 @@ class Metadata:
             "n_shared_experts": self.count("expert_shared_count", 0),
             "n_group": self.count("expert_group_count", 1),
             "topk_group": self.count("expert_group_used_count", 1),
-            "routed_scaling_factor": self.number("expert_weights_scale", 1.0),
+            "routed_scaling_factor": self.weights_scale(),
             "norm_topk_prob": self.flag("expert_weights_norm", False),
         }
+
+    def weights_scale(self) -> float:
+        """The factor of the routing weights; 0 means none, as in llama.cpp."""
+        return float(self.number("expert_weights_scale", 1.0) or 1.0)
 
     def experts(self) -> JsonDict:
         """The fields of routed experts."""

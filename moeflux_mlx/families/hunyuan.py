@@ -46,7 +46,7 @@ def _gguf(read: Metadata) -> JsonDict:
         "intermediate_size": read.count("feed_forward_length"),
         "first_k_dense_replace": read.leading_dense(),
         "num_shared_experts": read.count("expert_shared_feed_forward_length", width) // max(width, 1),
-        "router_scaling_factor": read.number("expert_weights_scale", 1.0),
+        "router_scaling_factor": read.weights_scale(),
         "route_norm": read.flag("expert_weights_norm", False),
     }
 

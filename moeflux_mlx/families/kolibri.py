@@ -13,8 +13,7 @@ def _kolibri1(read: Fields) -> JsonDict:
     moe = experts(read, shared, score="sigmoid", correction_bias=True, biases_logits=True, normalise=normalise)
     mixers = rotating_in_windows(read, one_full_in(5, count))
     parts = layers(read, mixers, moe, range(count), Residual(output_norms=True))
-    # `layer_types` says which layers have a window; the published file also says that there are some.
-    return {**common(Fields({**read.config, "use_sliding_window": None})), "layers": parts}
+    return {**common(read, windows=True), "layers": parts}
 
 
 RENAMES = (

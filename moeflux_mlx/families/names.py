@@ -15,10 +15,12 @@ ASIDE = (
     *("embed_vision.", "audio_tower.", "embed_audio."),
     *("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm."),
 )
-# Frequencies of rotations follow from the configuration; activations are not rounded to 8 bits.
+# Frequencies of rotations follow from the configuration; activations are not rounded to 8 bits; tokens of text take no
+# bias of images.
 UNUSED_ENDING = (
     *(".rotary_emb.inv_freq", "activation_scale", ".input_scale", ".input_global_scale"),
     *(".k_scale", ".v_scale"),  # of keys and values in 8 bits
+    *(".gate.bias_vl", ".e_score_correction_bias_vl"),  # of DeepSeek's routers, for images
 )
 
 Renames = Iterable[tuple[str, str]]  # parts of names that stand for others, as (theirs, the model's)

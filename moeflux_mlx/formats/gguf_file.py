@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import ModelFileError
+from ..files import that_ends
 from ..installation import install_command
 
 SUFFIX = ".gguf"
@@ -37,7 +38,9 @@ SCALARS = {
 }  # fmt: skip
 STRING, ARRAY = 8, 9
 SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-ASIDE = "mmproj"  # in names of files that hold an image encoder alone
+# In names of files that hold no model: an image encoder, statistics of inputs, or a model that drafts (llama.cpp's
+# `gguf_filename_is_model`).
+ASIDE = re.compile("(?i:mmproj)|imatrix|mtp-|eagle3-|dflash-|dspark-")
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def models_in(names: Iterable[str]) -> dict[str, list[str]]:
     """
     models: dict[tuple[str, str | None], list[str]] = {}
     for name in sorted(names):
-        if name.endswith(SUFFIX) and ASIDE not in name.rpartition("/")[2].lower():
+        if name.endswith(SUFFIX) and not ASIDE.search(name.rpartition("/")[2]):
             match = SPLIT_NAME.fullmatch(name)
             models.setdefault((match[1], match[3]) if match else (name.removesuffix(SUFFIX), None), []).append(name)
     alike = Counter(stem for stem, _ in models)
@@ -184,8 +187,9 @@ def _alone(whole: GgufFile) -> GgufFile:
 def _joined(parts: list[GgufFile]) -> GgufFile:
     first = parts[0]
     tensors: dict[str, Blocks] = {}
+    usual = (1, 0) if len(parts) == 1 else (None, None)  # a whole file need not say so
     for number, part in enumerate(parts):
-        stated = part.metadata.get("split.count"), part.metadata.get("split.no")
+        stated = part.metadata.get("split.count") or usual[0], part.metadata.get("split.no", usual[1])
         if stated != (len(parts), number):
             raise ModelFileError(
                 f"{part.files[0]} says that it is file {stated[1]} of {stated[0]}, counted from 0; its name says "
@@ -194,7 +198,7 @@ def _joined(parts: list[GgufFile]) -> GgufFile:
         for name in part.tensors.keys() & tensors.keys():
             raise ModelFileError(f"tensor {name} is in {tensors[name].file} and in {part.files[0]}")
         tensors.update(part.tensors)
-    wanted = first.metadata.get("split.tensors.count")
+    wanted = first.metadata.get("split.tensors.count", len(tensors) if len(parts) == 1 else None)
     if wanted != len(tensors):
         raise ModelFileError(f"{first.files[0]}: the files have {len(tensors)} tensors; the first says {wanted}")
     return GgufFile(tuple(part.files[0] for part in parts), first.metadata, tensors)
@@ -251,7 +255,7 @@ class _Header:
 def _read(path: Path) -> GgufFile:
     try:
         size = path.stat().st_size
-        with open(path, "rb") as file:
+        with open(that_ends(path), "rb") as file:
             return _parsed(_Header(path, file, size))
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error.strerror}") from None

@@ -26,7 +26,7 @@ from functools import cache, cached_property
 from ..errors import ConfigError
 from ..files import JsonValue
 from ..kinds import SILU, Activation
-from ..quant import EXPERTS, GLOBAL_SCALE, GRID, MINIMA, SUPERS, Quant, Quantization
+from ..quant import EXPERTS, GLOBAL_SCALE, GRID, MINIMA, SUPERS, Quant, Quantization, fitting
 from ..spec import ModelArgs
 
 LOAD_BYTES = 16  # kernels read a record in pieces of this size, so that is where it and its fields may begin
@@ -394,5 +394,6 @@ def stated_quants(quantization: Quantization, layer: int, matrices: int) -> tupl
 def _check_groups(layer: int, record: Record) -> None:
     for one in record.projections:
         if one.columns % one.quant.multiple:
-            path, many = expert_path(layer, one.name), one.quant.multiple
-            raise ConfigError(f"{path} has {one.quant}; its {one.columns} columns are not a multiple of {many}")
+            faulty = f"{expert_path(layer, one.name)} has {one.quant}; its {one.columns} columns are not a multiple of"
+            fits = f"give smaller groups, or one of {', '.join(fitting(one.columns))}"
+            raise ConfigError(f"{faulty} {one.quant.multiple}; {fits}")

@@ -29,6 +29,7 @@ KEPT_FLOAT32 = {GLOBAL_SCALE, *OF_MIXERS, *MoE.kept_float32, *Connection.kept_fl
 EMBEDDING = ".embed_tokens"
 ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate")
 ROUTER = Quant(8, 64)  # the form of routers, unless a recipe has another
+CORRECTION = ".e_score_correction_bias"  # of a router's scores, by which it chooses
 TABLE = ".tid2eid"  # the experts of each token id: integers
 # A few rows, by which scores of positions are summed, and keys of blocks are.
 INDEX_WEIGHTS = (".indexer.weights_proj", ".indexer.wgate")
@@ -77,7 +78,7 @@ def stored_as(args: ModelArgs, path: str, columns: int, quant: Quant = DEFAULT, 
     linear layers; None: floats.
     """
     is_router = path.endswith(ROUTERS)
-    wanted = router if is_router else quant
+    wanted = (router if is_router else quant).fitted(columns)
     has_bias = any(args.experts_of(i).router.correction_bias for i in args.moe_layers)
     is_exact = path.endswith(INDEX_WEIGHTS) or (is_router and has_bias)
     if is_exact or columns % wanted.multiple:

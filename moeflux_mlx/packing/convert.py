@@ -6,34 +6,30 @@ expert and tensor by tensor, so its memory depends only on the largest of these.
 running it again; `layout.json` is written last, so an unfinished directory is never taken for a model.
 """
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, ModelFileError, RequestError
-from ..files import tagged, user_path
-from ..formats.checkpoint import COPIED, GRIDS_LICENSE, RECIPE, Checkpoint
+from ..files import user_path
+from ..formats.checkpoint import Checkpoint
 from ..formats.owners import MOST_RANKS, Owners, RankShare
 from ..formats.packed import FOLDER, LAYOUT, STATE, open_packed
-from ..quant import GRID, unquantized
+from ..quant import unquantized
 from ..rounding.methods import FIT, MINMAX
 from ..spec import ModelArgs
+from .found_files import FoundFiles, checkpoint_digest
 from .gguf_folder import described, open_source, tokenizer_folder
-from .gguf_tables import license_text
 from .in_place import open_in_place
 from .layer_files import (
     HeldLayerFile,
-    layout_json,
 )
-from .mlx_layout import INDEX as MLX_INDEX
-from .plan import ConversionPlan, make_plan, read_args
+from .plan import ConversionPlan, Fallback, make_plan, read_args
 from .recipe import RECIPES, Recipe
-from .resident import ResidentFile
 from .rounding import Rounding
 from .shards import Scattering
+from .small_files import small_files
 from .source_format import SourceFormat
 from .supply import Supply, find_supply
 from .unit import Unit
@@ -50,6 +46,7 @@ class ConversionReport:
     Attributes:
         path: the packed model directory.
         lossy: checkpoint tensors that were already quantised and had to be quantised again.
+        fallbacks: matrices whose columns do not suit the form that was asked for, and what they got.
         kept: files that an earlier run had finished.
         repaired: finished files of an earlier run whose bytes had changed; they were written again.
         quantized: number of resident matrices that came as floats and were quantised.
@@ -62,6 +59,7 @@ class ConversionReport:
 
     path: Path
     lossy: tuple[str, ...]
+    fallbacks: tuple[Fallback, ...]
     kept: tuple[str, ...]
     repaired: tuple[str, ...]
     quantized: int
@@ -93,6 +91,7 @@ def convert(
     also: Sequence[str | Path] = (),
     layout: str = PACKED,
     tokenizer: str | Path | None = None,
+    without_correction_bias: bool = False,
     progress: ByteProgress | None = None,
 ) -> ConversionReport:
     """Converts a checkpoint into a packed model directory; resumes one that was interrupted.
@@ -112,8 +111,7 @@ def convert(
         expert_bits: bits of routed experts, if different from `q_bits`.
         down_bits: bits of their down projections, if different from `expert_bits`.
         recipe: the forms of parts that come as floats: "uniform", "balanced", "small", or a JSON file
-            (docs/quality.md);
-            the bits above override it. None: uniform, with 8 bits beside experts that are already quantised.
+            (docs/quality.md); the bits above override it. None: uniform, with 8 bits beside experts in codes.
         requantize: quantise routed experts again if those of a layer differ in form, or with `expert_bits`,
             `down_bits` or `recipe` if they are stored in another form; loses precision.
         rounding: how floats become codes: "fit" searches the least squared error, "minmax" is `mx.quantize`; or a
@@ -129,13 +127,15 @@ def convert(
             without image encoders that mlx-lm does not skip.
         tokenizer: directory or repo id of the tokenizer's files for a GGUF; None: those beside it, or else made from
             its metadata.
+        without_correction_bias: as for `load`; the packed model has zeros in their place.
         progress: called with bytes done, total bytes, and the name of the file.
 
     Raises:
         ConfigError: a value is not implemented. ModelFileError: the checkpoint or the output directory
         is unusable, damaged or too large for the disk.
     """
-    wanted = Wanted.of(q_bits, q_group_size, q_mode, q_type, expert_bits, down_bits, requantize, recipe, rounding)
+    forms = q_bits, q_group_size, q_mode, q_type, expert_bits, down_bits, requantize, recipe, rounding
+    wanted = Wanted.of(*forms, without_correction_bias)
     wanted.check(is_calibrated=not isinstance(rounding, str))
     is_here = user_path(hf_path).exists() and not delete_source
     share = _share(ranks, rank, is_here)
@@ -143,7 +143,7 @@ def convert(
     _check_also(path, folders, share, is_here)
     _check_layout(layout, is_here and share is None and not folders)
     with reserved(path):  # before reading anything that another conversion could change
-        supply, checkpoint = _open(hf_path, path, revision, delete_source, tokenizer)
+        supply, checkpoint, found = _open(hf_path, path, revision, delete_source, tokenizer)
         plan = make_plan(checkpoint, read_args(checkpoint), wanted, share, folders, layout == MLX)
         origin = {"hf_path": _whole(hf_path), "revision": revision, "delete_source": delete_source}
         origin["rounding"] = wanted.rounding.method
@@ -151,17 +151,14 @@ def convert(
         options = _asked(wanted, plan, share, folders, layout)
         output = Output(path, {"source": _digest(checkpoint, supply), "options": options}, origin)
         if supply is None:
-            check_space(path, output.missing_bytes(_in_folder(plan, None)) - _left_out(output, plan))
-            for folder in folders:
-                with writing(folder):
-                    folder.mkdir(parents=True, exist_ok=True)
-                check_space(folder, output.missing_bytes(_in_folder(plan, folder)))
+            _check_space(output, plan, folders)
         output.write_state()
-        given = output, plan, checkpoint, progress or _ignore_progress, verify
+        given = output, plan, checkpoint, found, progress or _ignore_progress, verify
         kept, repaired = _at_once(*given) if supply is None else _by_shards(*given, supply)
     return ConversionReport(
         path,
         plan.lossy,
+        plan.fallbacks,
         tuple(kept),
         tuple(repaired),
         plan.quantized,
@@ -171,6 +168,15 @@ def convert(
         plan.recipe,
         plan.left_out,
     )
+
+
+def _check_space(output: Output, plan: ConversionPlan, folders: Sequence[Path]) -> None:
+    """Makes the other directories. Raises ModelFileError: a disk has no room."""
+    check_space(output.path, output.missing_bytes(_in_folder(plan, None)) - _left_out(output, plan))
+    for folder in folders:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        check_space(folder, output.missing_bytes(_in_folder(plan, folder)))
 
 
 def _ignore_progress(done: int, total: int, name: str) -> None:
@@ -257,11 +263,16 @@ def _left_out(output: Output, plan: ConversionPlan) -> int:
 
 
 def _at_once(
-    output: Output, plan: ConversionPlan, checkpoint: Checkpoint, report: ByteProgress, verify: bool
+    output: Output,
+    plan: ConversionPlan,
+    checkpoint: Checkpoint,
+    found: FoundFiles,
+    report: ByteProgress,
+    verify: bool,
 ) -> tuple[list[str], list[str]]:
     """File by file, from a complete checkpoint; returns as `_write`."""
     kept, repaired = _write(output, plan, report, plan.total_bytes * (1 + verify))
-    _finish(output, plan, checkpoint)
+    _finish(output, plan, checkpoint, found)
     if verify:
         _verify(output, checkpoint, plan, report)
     if plan.index is not None:
@@ -270,20 +281,37 @@ def _at_once(
 
 
 def _by_shards(
-    output: Output, plan: ConversionPlan, checkpoint: Checkpoint, report: ByteProgress, verify: bool, supply: Supply
+    output: Output,
+    plan: ConversionPlan,
+    checkpoint: Checkpoint,
+    found: FoundFiles,
+    report: ByteProgress,
+    verify: bool,
+    supply: Supply,
 ) -> tuple[list[str], list[str]]:
     """Shard by shard; each is deleted once it is packed and read back. Returns as `_write`."""
     supply.listing.write(output)
     scattering = Scattering(output, plan.units, supply, report, verify)
     scattering.run()
-    _finish(output, plan, checkpoint)
+    _finish(output, plan, checkpoint, found)
     scattering.close()
     return scattering.kept, scattering.repaired
 
 
-def _finish(output: Output, plan: ConversionPlan, checkpoint: Checkpoint) -> None:
-    """The small files, and with the last of them a model, which is opened once."""
-    _write_small_files(output, checkpoint, plan)
+def _finish(output: Output, plan: ConversionPlan, checkpoint: Checkpoint, found: FoundFiles) -> None:
+    """The small files, and with the last of them a model, which is opened once.
+
+    Raises:
+        ModelFileError: a file of the checkpoint has changed meanwhile; what was written of it is not kept.
+    """
+    files = small_files(checkpoint, plan)
+    try:
+        found.check()
+    except ModelFileError:
+        output.forget()
+        raise
+    for name, data in files.items():
+        output.put(name, data)
     if plan.index is None:
         open_packed(output.path, ModelArgs.from_file(output.path))
     else:
@@ -292,41 +320,33 @@ def _finish(output: Output, plan: ConversionPlan, checkpoint: Checkpoint) -> Non
 
 def _open(
     hf_path: str | Path, path: Path, revision: str | None, delete_source: bool, tokenizer: str | Path | None
-) -> tuple[Supply | None, Checkpoint]:
-    """The checkpoint, and what brings its shards if they come one by one."""
+) -> tuple[Supply | None, Checkpoint, FoundFiles]:
+    """The checkpoint, what brings its shards if they come one by one, and its files before its headers were read."""
     source = find_supply(hf_path, path, revision, delete_source, _check_config)
     if not isinstance(source, Path):
-        return source, source.checkpoint()
+        checkpoint = source.checkpoint()
+        return source, checkpoint, FoundFiles.of(checkpoint, with_weights=False)
     if (source / STATE).exists() and not (source / FOLDER / LAYOUT).exists():
         raise ModelFileError(f"{source} is an unfinished conversion; give the checkpoint that it is made from")
     if path.resolve() == source.resolve():
         raise ModelFileError(f"{path} is the checkpoint itself; choose another directory")
     if folder := described(source, tokenizer_folder(tokenizer)):
-        return None, open_source(folder)
+        return None, *_found(folder)
     if tokenizer is not None:
         raise RequestError(f"--tokenizer is for GGUF files, and {source} is none; leave it out")
-    return None, open_source(source)
+    return None, *_found(source)
+
+
+def _found(folder: Path) -> tuple[Checkpoint, FoundFiles]:
+    """A checkpoint whose headers were read from the files that are found, or from later ones."""
+    found = FoundFiles.of(open_source(folder))
+    return open_source(folder), found
 
 
 def _check_config(config: dict[str, Any]) -> None:
     """Raises ConfigError: a model, or a quantisation, that cannot be converted."""
     ModelArgs.from_dict(unquantized(config))
     SourceFormat(config)
-
-
-def checkpoint_digest(checkpoint: Checkpoint, stamps: Iterable[str] | None = None) -> str:
-    """Changes when config.json, a tensor's place, or a file's length or date changes, or one of `stamps` instead."""
-    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
-    for stamp in map(_stamp, checkpoint.files) if stamps is None else stamps:
-        digest.update(stamp.encode())
-    for name, tensor in sorted(checkpoint.tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tensor.shape} {tensor.offset}\n".encode())
-    return digest.hexdigest()
-
-
-def _stamp(file: Path) -> str:
-    status = file.stat()
-    return f"{file.name} {status.st_size} {status.st_mtime_ns}\n"
 
 
 def _write(output: Output, plan: ConversionPlan, progress: ByteProgress, total: int) -> tuple[list[str], list[str]]:
@@ -357,39 +377,6 @@ def _advance(progress: ByteProgress, start: int, total: int, name: str) -> Calla
         progress(done, total, name)
 
     return advance
-
-
-def _small_files(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, bytes]:
-    """Contents by name; the last one makes the directory a model."""
-    copied = {name: (checkpoint.folder / name) for name in COPIED}
-    files = {name: file.read_bytes() for name, file in copied.items() if file.is_file()}
-    files |= {} if plan.recipe is None else {RECIPE: plan.recipe.file()}
-    if _has_grids(plan):
-        files[GRIDS_LICENSE] = license_text().encode()
-    config = {**unquantized(checkpoint.config), "quantization": plan.quantization}
-    files["config.json"] = (json.dumps(tagged(config), indent=2, ensure_ascii=False) + "\n").encode()
-    if plan.index is not None:
-        return {MLX_INDEX: plan.index, **files}
-    files[f"{FOLDER}/{LAYOUT}"] = layout_json(plan.layout, plan.share, plan.also)
-    return files
-
-
-def _has_grids(plan: ConversionPlan) -> bool:
-    """Whether a form with a table of its own is one of those of experts, or of resident matrices."""
-    of_experts = (quant for one in plan.layout.records.values() for quant in one.quants)
-    written = (
-        one
-        for unit in plan.units
-        if isinstance(unit, ResidentFile)
-        for source in unit.sources
-        for one in source.written
-    )
-    return any(quant.grid for quant in of_experts) or any(one.name.endswith(f".{GRID}") for one in written)
-
-
-def _write_small_files(output: Output, checkpoint: Checkpoint, plan: ConversionPlan) -> None:
-    for name, data in _small_files(checkpoint, plan).items():
-        output.put(name, data)
 
 
 def _verify(output: Output, checkpoint: Checkpoint, plan: ConversionPlan, progress: ByteProgress) -> None:

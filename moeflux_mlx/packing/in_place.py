@@ -115,8 +115,12 @@ def states_mlx(config: JsonObject) -> bool:
     return form.mlx or form.stated is not None and form.stated.default in AS_PUBLISHED
 
 
-def open_in_place(path: Path, shards_in: Sequence[Path] = ()) -> InPlace:
-    """Reads all headers, and no tensor; `shards_in` as for `open_checkpoint`.
+def open_in_place(path: Path, shards_in: Sequence[Path] = (), without_correction_bias: bool = False) -> InPlace:
+    """Reads all headers, and no tensor.
+
+    Args:
+        shards_in: as for `open_checkpoint`.
+        without_correction_bias: as for `Wanted`.
 
     Raises:
         ConfigError, ModelFileError: the checkpoint is damaged.
@@ -124,7 +128,8 @@ def open_in_place(path: Path, shards_in: Sequence[Path] = ()) -> InPlace:
     """
     checkpoint = open_source(path, shards_in)
     args = read_args(checkpoint)
-    plan = make_plan(checkpoint, args, Wanted(keeps_floats=True))
+    wanted = Wanted(keeps_floats=True, without_correction_bias=without_correction_bias)
+    plan = make_plan(checkpoint, args, wanted)
     args = replace(args, quantization=of_packed({"quantization": plan.quantization}))
     tables = {table.layer: table.in_place() for table in plan.tables}
     return InPlace(path, args, _experts(checkpoint, plan), plan.units, tables)

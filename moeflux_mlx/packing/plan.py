@@ -2,7 +2,7 @@
 place and planning a download use this too, so nothing in this module writes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +11,9 @@ from ..families.registry import FAMILIES
 from ..files import JsonDict, JsonObject, read_json
 from ..formats.checkpoint import Checkpoint, Tensor
 from ..formats.owners import RankShare
-from ..formats.record import ExpertLayout, expert_path
+from ..formats.record import ExpertLayout, Record, expert_path
 from ..formats.tables import STEM
-from ..quant import parse, unquantized
+from ..quant import Quant, parse, unquantized
 from ..spec import ModelArgs
 from .aside import aside_files
 from .expert_parts import find_experts
@@ -23,22 +23,35 @@ from .recipe import Recipe
 from .resident import ResidentPlan, override, plan_resident
 from .sanitize import canonical_tensors
 from .source_format import SourceFormat
+from .sources import MatrixSource, Source
 from .tables import Table, find_tables, table_files
 from .unit import Unit
 from .wanted import Wanted
 
 
 @dataclass(frozen=True)
+class Fallback:
+    """A matrix whose columns do not suit the form `named` by a recipe, and which is stored in `made`."""
+
+    path: str
+    columns: int
+    named: Quant
+    made: Quant
+
+
+@dataclass(frozen=True)
 class ConversionPlan:
     """The files to write, in order, and what goes into config.json. `recipe`: what floats were quantised by; None:
     there were none. `rounds`: whether floats, or codes anew, are rounded. `index`: of mlx-lm's shards; None: the files
-    are those of a packed model. `left_out`: number of tensors that are not written.
+    are those of a packed model. `fallbacks`: matrices whose form is not the recipe's. `left_out`: number of tensors
+    that are not written.
     """
 
     layout: ExpertLayout
     units: tuple[Unit, ...]
     quantization: JsonObject
     lossy: tuple[str, ...]
+    fallbacks: tuple["Fallback", ...]
     quantized: int
     made_experts: bool
     rounds: bool
@@ -77,6 +90,7 @@ def make_plan(
     tensors = canonical_tensors(checkpoint.tensors.values(), args)
     wanted.recipe.check(args.num_hidden_layers)
     used, layers, lossy, made = set[str](), list[LayerFile | PackedLayerFile](), list[str](), False
+    fallbacks = list[Fallback]()
     if checkpoint.packed is not None:
         layout = ExpertLayout.from_args(args)
         layers += packed_layers(layout, checkpoint.packed, args)
@@ -90,15 +104,21 @@ def make_plan(
         used = used.union(*(one.used for one in stored.values()))
         lossy += [name for one in stored.values() for name in one.lossy]
         made = any(one.is_made for one in stored.values())
+        fallbacks += [
+            one
+            for layer, record in layout.records.items()
+            for one in _expert_fallbacks(args, wanted.recipe, layer, record)
+        ]
         wanted = wanted if made else wanted.beside_codes()
     resident = plan_resident(args, tensors, form, wanted)
     used = used.union(tensor.name for source in resident.sources for tensor in source.tensors)
     tables = find_tables(checkpoint.folder, args, tensors, form, wanted)
     used = used.union(*(table.used for table in tables))
     _check_all_used(tensors, used)
+    fallbacks += [one for source in resident.sources for one in _resident_fallbacks(args, wanted.recipe, source)]
     recipe = wanted.recipe if made or resident.quantized else None
     rounds = made or resident.rounds or any(table.rounds for table in tables)
-    results = tuple(lossy), resident.quantized, made, rounds, recipe
+    results = tuple(lossy), tuple(fallbacks), resident.quantized, made, rounds, recipe
     if as_mlx:
         mlx = _mlx_layout(args, resident, layers, checkpoint)
         return ConversionPlan(
@@ -113,6 +133,21 @@ def make_plan(
     stored_rows = {STEM.format(table.layer): override(table.shards[0].form.quant) for table in tables}
     quantization = _with_experts(resident.quantization() | stored_rows, layout, share is not None or bool(also))
     return ConversionPlan(layout, units, quantization, *results, share, tuple(also), tuple(tables))
+
+
+def _expert_fallbacks(args: ModelArgs, recipe: Recipe, layer: int, record: Record) -> Iterator[Fallback]:
+    forms = zip(recipe.named_of_experts(args, layer), recipe.of_experts(args, layer), strict=True)
+    for one, (named, fitted) in zip(record.projections, forms, strict=True):
+        if named != fitted == one.quant:
+            yield Fallback(expert_path(layer, one.name), one.columns, named, fitted)
+
+
+def _resident_fallbacks(args: ModelArgs, recipe: Recipe, source: Source) -> Iterator[Fallback]:
+    if isinstance(source, MatrixSource) and source.made is not None:
+        path = source.pieces[0][0]
+        named = recipe.of_matrix(args, path)
+        if named is not None and named != source.made:
+            yield Fallback(path, source.matrix.shape[-1], named, source.made)
 
 
 def _mlx_layout(

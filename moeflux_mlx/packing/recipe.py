@@ -13,7 +13,7 @@ A form is a number of bits (mode affine, groups of 64), the name of another mode
 ("q3_k"), an object as in the `quantization` of config.json, or "float": as the checkpoint has it. `PARTS` names the
 parts. A part that is not named takes `default`, which also stands for every matrix that belongs to no part; only a
 router takes 8 bits. `layers` says what differs in some layers: a number from 0 on, from -1 on counted from the end, or
-a range. A later entry wins.
+a range. A later entry wins. Recipes are shared, so a file has at most `MOST_BYTES`, and no number in it is believed.
 """
 
 import json
@@ -48,7 +48,9 @@ PARTS = {
 OF_MODEL = ("embedding", "head", TABLES)  # parts that no layer has
 MIXERS = ("self_attn", "linear_attn", "mamba", "conv")  # modules of a layer
 FLOAT = "float"
-_LAYERS = re.compile(r"(\d+)-(\d+)|(-?\d+)")
+_LAYERS = re.compile(r"([0-9]{1,4})-([0-9]{1,4})|(-?[0-9]{1,4})")
+MOST_BYTES, LONGEST_NAME = 1 << 20, 255
+MOST_ENTRIES = 4096  # of `layers`: four for each layer of the largest model
 
 QuantChoice = Quant | None  # None: as the checkpoint has it
 Forms = Mapping[str, QuantChoice]  # by part
@@ -87,6 +89,8 @@ class Recipe:
         path = user_path(given)
         if not path.is_file():
             raise ConfigError(f"there is no recipe {given}; give {', '.join(RECIPES)}, or the path of a JSON file")
+        if path.stat().st_size > MOST_BYTES:
+            raise ConfigError(f"{path} has {path.stat().st_size} bytes; a recipe has at most {MOST_BYTES}")
         content = read_json(path)
         return cls.from_json(content, path.stem, str(path))
 
@@ -101,12 +105,16 @@ class Recipe:
             ConfigError: a key or a value is unknown.
         """
         named, layers = content.get("name", name), content.get("layers", {})
-        if not isinstance(named, str) or not named.isprintable():
-            raise ConfigError(f"{where}: name is {reprlib.repr(named)}; give a line of text")
+        if not isinstance(named, str) or not named.isprintable() or len(named) > LONGEST_NAME:
+            raise ConfigError(
+                f"{where}: name is {reprlib.repr(named)}; give a line of text of at most {LONGEST_NAME} characters"
+            )
         if not isinstance(layers, Mapping) or not all(isinstance(one, Mapping) for one in layers.values()):
             raise ConfigError(
                 f'{where}: layers is {reprlib.repr(layers)}; give an object such as {{"0-2": {{"down": 6}}}}'
             )
+        if len(layers) > MOST_ENTRIES:
+            raise ConfigError(f"{where}: layers has {len(layers)} entries; give at most {MOST_ENTRIES}, or ranges")
         parts = _forms({key: form for key, form in content.items() if key not in ("name", "layers")}, where)
         if DEFAULT_PART not in parts:
             raise ConfigError(f"{where}: {DEFAULT_PART} is missing; give the form of every part that is not named")
@@ -139,7 +147,8 @@ class Recipe:
     def check(self, num_layers: int) -> None:
         """Raises ConfigError: it names a layer that a model of so many layers has not."""
         for key, _ in self.layers:
-            if not {*_numbers(key, num_layers)} <= {*range(num_layers)}:
+            numbers = _numbers(key, num_layers)
+            if numbers[0] < 0 or numbers[-1] >= num_layers:
                 has = f"the model has {num_layers}, from 0 to {num_layers - 1}"
                 raise ConfigError(f"recipe {self.name} names the layers {key!r}; {has}")
 
@@ -157,7 +166,17 @@ class Recipe:
         return self.form(part_of(args, path), layer, args.num_hidden_layers)
 
     def of_experts(self, args: ModelArgs, layer: int) -> Quants:
-        """The forms of the matrices of a layer's routed experts.
+        """The forms of the matrices of a layer's routed experts, fitted to their columns.
+
+        Raises:
+            ConfigError: as `named_of_experts`.
+        """
+        columns = (*[args.expert_size] * (args.experts.matrices - 1), args.moe_intermediate_size)
+        forms = self.named_of_experts(args, layer)
+        return tuple(form.fitted(count) for form, count in zip(forms, columns, strict=True))
+
+    def named_of_experts(self, args: ModelArgs, layer: int) -> Quants:
+        """The forms that the recipe names for the matrices of a layer's routed experts.
 
         Raises:
             ConfigError: they would be floats.
@@ -237,7 +256,8 @@ def _stated(form: QuantChoice) -> Any:
 
 
 def _checked(layers: str, where: str) -> str:
-    if not _LAYERS.fullmatch(layers):
+    match = _LAYERS.fullmatch(layers)
+    if match is None or (match[3] is None and int(match[2]) < int(match[1])):
         raise ConfigError(f'{where}: {reprlib.repr(layers)} names no layers; give "3", "-1" or "0-2"')
     return layers
 

@@ -22,7 +22,7 @@ from ..formats.checkpoint import FLOATS, Tensor
 from ..mixers.registry import stored_forms
 from ..model.decoder import Model
 from ..model.head import DraftHead
-from ..model.tensors import ROUTERS, TABLE, Needed, needed, stored_as
+from ..model.tensors import CORRECTION, ROUTERS, TABLE, Needed, needed, stored_as
 from ..quant import DEFAULT, Quant
 from ..spec import ModelArgs
 from .gguf_tensors import has_blocks
@@ -30,7 +30,7 @@ from .lookup import find_matrix
 from .matrix import Matrix
 from .sanitize import has_zero_centred_norms, is_zero_centred, lack_their_one
 from .source_format import SourceFormat
-from .sources import MatrixPieces, MatrixSource, PlainSource, Source, TableSource
+from .sources import MatrixPieces, MatrixSource, PlainSource, Source, TableSource, ZeroSource
 from .unit import Bytes
 from .wanted import Wanted
 
@@ -127,7 +127,10 @@ def plan_resident(
         matrix = find_matrix(tensors, path, shape, form, shards=shards if path in fused else 1)
         sources.append(_matrix_source(args, matrix, pieces, wanted, as_stored))
     centred = (has_zero_centred_norms if kind is Model else lack_their_one)(args, tensors)
-    sources += [_plain_source(args, name, ours, tensors, centred, parted.get(name)) for name in ours.plain]
+    lacking = _lacking_biases(ours, tensors, wanted.without_correction_bias)
+    plain = (name for name in ours.plain if name not in lacking)
+    sources += [_plain_source(args, name, ours, tensors, centred, parted.get(name)) for name in plain]
+    sources += [ZeroSource(name, ours.plain[name]) for name in lacking]
     sources.sort(key=lambda source: source.written[0].name)
     return ResidentPlan(tuple(sources))
 
@@ -186,6 +189,25 @@ def _matrix_source(
     if quant is None or made is None and path.endswith(ROUTERS):
         return MatrixSource(matrix, pieces, dense=floats)
     return MatrixSource(matrix, pieces, made, wanted.rounding, dense="" if made else "BF16")
+
+
+def _lacking_biases(ours: Needed, tensors: Mapping[str, Tensor], is_allowed: bool) -> list[str]:
+    """The correction biases of routers, if the checkpoint has none of them.
+
+    Raises:
+        ModelFileError: it has none, and this is not allowed.
+    """
+    biases = [name for name in ours.plain if name.endswith(CORRECTION)]
+    if not biases or any(name.endswith(CORRECTION) for name in tensors):
+        return []
+    if not is_allowed:
+        raise ModelFileError(
+            f"tensor {biases[0]} is missing, and so is every bias by which a router corrects its choice (mlx-lm leaves "
+            "them out of ERNIE's): download a checkpoint that has them, or add --without-correction-bias "
+            "(load(without_correction_bias=True)); then tokens go to other experts than the model was trained with, "
+            "and its answers are worse"
+        )
+    return biases
 
 
 def _plain_source(

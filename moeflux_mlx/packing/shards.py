@@ -212,6 +212,7 @@ class Scattering:
         """Releases the shards that `ready` used and no job needs; `nbytes` were made from them."""
         used = {need for job in ready for need in job.needs}
         for name in sorted(used - {need for job in waiting for need in job.needs}):
+            self.supply.check(name)
             self.journal.add(name, nbytes)
             self.supply.let_go(name)
             nbytes = 0

@@ -82,6 +82,25 @@ class PlainSource:
 
 
 @dataclass(frozen=True)
+class ZeroSource:
+    """Zeros in place of a tensor that the checkpoint lacks."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
+    @property
+    def written(self) -> tuple[WrittenTensor, ...]:
+        return (WrittenTensor(self.name, "F32", self.shape),)
+
+    def arrays(self) -> Iterator[mx.array]:
+        yield mx.zeros(self.shape)
+
+
+@dataclass(frozen=True)
 class TableSource:
     """A table of ids, in any integer dtype."""
 

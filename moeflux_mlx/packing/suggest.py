@@ -69,7 +69,8 @@ def unfinished_error(path: Path) -> NotPackedError:
     hf_path, revision = _line(origin.get("hf_path")), _line(origin.get("revision"))
     if not hf_path or origin.get("rounding", MINMAX) not in METHODS:  # calibrated, for a text that is not kept
         return NotPackedError(f"{path} holds an unfinished conversion; run the command that began it again")
-    words = ["--requantize"] if options.get("requantize") is True else []
+    flags = ("requantize", "without_correction_bias")
+    words = [f"--{name.replace('_', '-')}" for name in flags if options.get(name) is True]
     for name in ("q_bits", "q_group_size", "expert_bits", "down_bits"):
         words += [f"--{name.replace('_', '-')}", str(options[name])] if type(options.get(name)) is int else []
     words += ["--q-mode", options["q_mode"]] if options.get("q_mode") in MLX_MODES else []

@@ -29,6 +29,7 @@ from ..formats.packed import FOLDER, LAYOUT
 from .journal import Listing, Shard
 
 INCOMING = ".shards"  # in the output
+CHANGED = "is not the file that this conversion began with"
 CHECKPOINT = ["*.safetensors", INDEX, "config.json", QUANT_CONFIG, *COPIED]
 
 Config = JsonDict
@@ -37,7 +38,8 @@ Config = JsonDict
 class Supply(Protocol):
     """The shards of a checkpoint, in the order of their names.
 
-    `bring` makes one readable, `let_go` says that it has been packed; `present` are those that need no bringing.
+    `bring` makes one readable, `check` raises if it has changed since, `let_go` says that it has been packed; `present`
+    are those that need no bringing.
     `takes_disk`: a shard takes disk space of its own from `bring` to `let_go`.
     """
 
@@ -49,6 +51,8 @@ class Supply(Protocol):
     def checkpoint(self) -> Checkpoint: ...
 
     def bring(self, name: str, advance: Callable[[int], None]) -> None: ...
+
+    def check(self, name: str) -> None: ...
 
     def let_go(self, name: str) -> None: ...
 
@@ -95,6 +99,10 @@ def _own_files(folder: Path, output: Path) -> "OwnFiles":
         ModelFileError: there are none, or they may not go.
     """
     listing = Listing.read(output, alone=True)
+    if folder.is_file():
+        raise ModelFileError(
+            f"{folder} is a file; --delete-source deletes the safetensors files of a directory: leave it out"
+        )
     if listing is None and not folder.is_dir():
         raise ModelFileError(f"{folder} does not exist")
     if listing is None and (folder / FOLDER / LAYOUT).exists():
@@ -141,6 +149,9 @@ class Downloads:
         self.folder.mkdir(exist_ok=True)
         self.repository.download(name, self.folder, advance)
 
+    def check(self, name: str) -> None:
+        """Does nothing: nobody else writes in this folder."""
+
     def let_go(self, name: str) -> None:
         (self.folder / name).unlink(missing_ok=True)
 
@@ -173,15 +184,16 @@ class OwnFiles:
 
     def _why_kept(self, name: str) -> str:
         """Why a file must not be deleted; empty if it may."""
-        wanted = next(shard for shard in self.listing.shards if shard.name == name)
         status = (self.folder / name).lstat()
         if not stat.S_ISREG(status.st_mode):
             return "is a link or not a regular file, so others may share its contents"
         if status.st_nlink > 1:
             return "has a second name (a hard link), so that others share it"
-        if (status.st_size, str(status.st_mtime_ns)) != (wanted.size, wanted.stamp):
-            return "is not the file that this conversion began with"
-        return ""
+        return "" if self._is_same(name, status) else CHANGED
+
+    def _is_same(self, name: str, status: os.stat_result) -> bool:
+        wanted = next(shard for shard in self.listing.shards if shard.name == name)
+        return (status.st_size, str(status.st_mtime_ns)) == (wanted.size, wanted.stamp)
 
     def checkpoint(self) -> Checkpoint:
         tensors = merge_tensors(shard.tensors(self.folder) for shard in self.listing.shards)
@@ -194,6 +206,12 @@ class OwnFiles:
                 f"{self.folder / name} was packed and deleted, but its converted form is gone; "
                 "download the checkpoint again, and convert it into an empty directory"
             )
+
+    def check(self, name: str) -> None:
+        """Raises ModelFileError: the file is gone, or another one."""
+        file = self.folder / name
+        if not file.exists() or not self._is_same(name, file.stat()):
+            raise ModelFileError(f"{file} {CHANGED}; restore it and run the same command, or download it again")
 
     def let_go(self, name: str) -> None:
         if name in self.present() and not self._why_kept(name):

@@ -159,7 +159,8 @@ def _made(matrix: Matrix, wanted: Wanted) -> Quant | None:
         return None
     if width % quant.group_size and quant.mode == "affine":
         quant = replace(quant, group_size=SMALL_GROUP)
-    return None if width % quant.group_size else quant
+    quant = quant.fitted(width)
+    return None if width % quant.multiple else quant
 
 
 def _hashes(layer: int, part: NGrams, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:

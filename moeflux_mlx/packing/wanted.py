@@ -27,6 +27,7 @@ class Wanted:
     options: what was asked for, by the names of `convert`'s arguments: what the bytes depend on.
     keeps_floats: whether resident matrices that come as floats stay floats.
     rounding: how floats become codes.
+    without_correction_bias: whether a checkpoint may lack the biases that correct a router's choice.
     """
 
     recipe: Recipe = UNIFORM_RECIPE
@@ -36,6 +37,7 @@ class Wanted:
     options: Mapping[str, Any] = field(default_factory=dict)
     keeps_floats: bool = False
     rounding: Rounding = Alone()
+    without_correction_bias: bool = False
 
     @classmethod
     def of(
@@ -49,6 +51,7 @@ class Wanted:
         requantize: bool = False,
         recipe: str | Path | Recipe | None = None,
         rounding: str | Rounding = FIT,
+        without_correction_bias: bool = False,
     ) -> "Wanted":
         """Arguments as for `convert`.
 
@@ -65,6 +68,8 @@ class Wanted:
             options["q_mode"] = q_mode
         if q_type is not None:
             options["q_type"] = q_type
+        if without_correction_bias:
+            options["without_correction_bias"] = True
         if recipe is not None:
             options["recipe"] = chosen.to_json()
         is_usual = recipe is None and not {"q_bits", "q_group_size", "q_mode", "q_type"} & options.keys()
@@ -76,7 +81,7 @@ class Wanted:
         if q_type is not None:
             chosen = chosen.with_forms(dict.fromkeys(EXPERT_PARTS, _of_type(q_type)))
         chosen = _with_expert_bits(chosen, expert_bits, down_bits)
-        if options.keys() - {"recipe"}:
+        if options.keys() - {"recipe", "without_correction_bias"}:
             chosen = replace(chosen, name="from options")
         named = not (expert_bits is None and down_bits is None and q_type is None and recipe is None)
         options["requantize"] = requantize
@@ -87,6 +92,7 @@ class Wanted:
             is_usual,
             options,
             rounding=Alone(rounding) if isinstance(rounding, str) else rounding,
+            without_correction_bias=without_correction_bias,
         )
 
     def check(self, is_calibrated: bool) -> None:

@@ -203,6 +203,11 @@ class Output:
         """Writes the state file: whose directory it is, and which files are finished."""
         self.put(STATE, json.dumps({**self.identity, "origin": self.origin, "files": self.files}, indent=1).encode())
 
+    def forget(self) -> None:
+        """No file counts as finished any more."""
+        self.files = {}
+        self.write_state()
+
     def close(self) -> None:
         """Removes the state file: the directory is what others get, and says nothing of this machine."""
         with writing(self.path / STATE):

@@ -33,7 +33,7 @@ import numpy as np
 
 from ..caches.layer_cache import LayerCache, Shifts
 from ..errors import FingerprintError, MoefluxError, PromptCacheError, SnapshotError
-from ..files import JsonDict, JsonObject, replace_file
+from ..files import JsonDict, JsonObject, replace_file, that_ends
 from .fingerprint import Fingerprint
 from .snapshot import MAX_LENGTH, Stateful, load_state, snapshot_length, state_parts, state_size
 
@@ -188,7 +188,7 @@ def _check(path: Path, part: str, right: bool) -> None:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        with path.open("rb") as file:
+        with that_ends(path).open("rb") as file:
             yield file
     except OSError as error:
         if isinstance(error, MoefluxError):

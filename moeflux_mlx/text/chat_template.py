@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError, TokenizerError
-from ..files import JsonDict, JsonObject, read_json
+from ..files import JsonDict, JsonObject, read_json, that_ends
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -136,7 +136,7 @@ def _named_templates(path: Path, entries: Any) -> dict[str, str]:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return that_ends(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"{file} cannot be read: {error}; use --ignore-chat-template") from error
 

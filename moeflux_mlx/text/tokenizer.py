@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from ..errors import RequestError, TokenizerError
-from ..files import JsonDict, JsonObject, JsonValue
+from ..files import JsonDict, JsonObject, JsonValue, that_ends
 from .byte_pairs import BytePairVocabulary, listed_tokens, open_tokenizer_json
 from .channels import channels_of
 from .chat_template import ChatTemplate, find_templates
@@ -262,7 +262,7 @@ def _eos_entry(file: Path) -> list[int]:
 
 def _read_json(file: Path) -> JsonDict:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(that_ends(file).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

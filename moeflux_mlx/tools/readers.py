@@ -98,13 +98,21 @@ class LayerReader:
         path: a packed model, or a checkpoint in any form that `convert` reads.
         shards_in: as for `open_layers`.
         dtype: of activations; None: as for `load`.
+        without_correction_bias: as for `load`.
 
     Raises:
         ConfigError, ModelFileError, TokenizerError: the directory cannot be used. RequestError: no such dtype.
     """
 
-    def __init__(self, path: Path, shards_in: Sequence[Path] = (), dtype: mx.Dtype | None = None):
-        self._weights, self._dtype = open_layers(path, shards_in), checked_dtype(dtype)
+    def __init__(
+        self,
+        path: Path,
+        shards_in: Sequence[Path] = (),
+        dtype: mx.Dtype | None = None,
+        without_correction_bias: bool = False,
+    ):
+        self._weights = open_layers(path, shards_in, without_correction_bias)
+        self._dtype = checked_dtype(dtype)
         self.args, self.tokenizer = self._weights.args, load_tokenizer(path)
         self._folder = tempfile.TemporaryDirectory(prefix="moeflux-layers-")
         self._run: LayerRun | None = None

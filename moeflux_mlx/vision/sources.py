@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from ..errors import RequestError
-from ..files import user_path
+from ..files import that_ends, user_path
 from ..model.images import ImageSource
 
 BASE64 = re.compile("; *base64 *$", re.IGNORECASE)  # the end of a data: URL's head if what follows is in base64
@@ -26,7 +26,7 @@ def bytes_of(source: ImageSource) -> bytes:
     if isinstance(source, (str, Path)):
         path = user_path(source)
         try:
-            return path.read_bytes()
+            return that_ends(path, pipes=True).read_bytes()
         except OSError as error:
             raise RequestError(f"{path} cannot be read: {error.strerror or error}") from None
     if hasattr(source, "save"):

@@ -2,6 +2,8 @@
 
 import filecmp
 import functools
+import math
+import os
 import re
 
 import goldens
@@ -22,7 +24,7 @@ from moeflux_mlx.calibration.errors import Option
 from moeflux_mlx.calibration.layers import LayerRun
 from moeflux_mlx.calibration.weights import CheckpointWeights
 from moeflux_mlx.convert import main as convert_command
-from moeflux_mlx.errors import ConfigError
+from moeflux_mlx.errors import ConfigError, RequestError
 from moeflux_mlx.formats.packed import open_packed
 from moeflux_mlx.packing.convert import convert
 from moeflux_mlx.packing.recipe import Recipe, read_recipe
@@ -218,6 +220,11 @@ def test_a_size_is_kept(tmp_path, checkpoint):
         ({"method": "best"}, "method 'best' is not known"),
         ({"target_bits": 3, "target_gb": 1}, "give one of them"),
         ({"tokens": 0}, "give at least 1"),
+        ({"target_bits": math.nan}, "--target-bits is nan; it must be positive and below 1e.09"),
+        ({"target_bits": math.inf}, "--target-bits is inf; it must be positive"),
+        ({"target_gb": math.nan}, "--target-gb is nan; it must be positive"),
+        ({"target_gb": 1e300}, r"--target-gb is 1e\+300; it must be positive"),
+        ({"memory_gb": math.nan}, "--memory-gb is nan; it must be positive"),
         ({"target_bits": 0.5}, r"experts takes 2\.25 bits or more; give at least --target-bits 2\.25"),
         ({"target_gb": 1e-6}, r"takes 2\.25 bits or more; give at least --target-gb 0\.00\d$"),
     ],
@@ -232,6 +239,38 @@ def test_what_cannot_be_is_said(tmp_path, checkpoint, more, message):
         with pytest.raises(ConfigError, match=message):
             called(calibrated)
     assert not (tmp_path / "work").exists()  # nothing was measured
+
+
+@pytest.mark.parametrize("given", [["--target-bits", "nan"], ["--target-gb", "inf"], ["--memory-gb", "nan"]])
+def test_the_command_refuses_targets_that_are_no_numbers(tmp_path, checkpoint, capsys, given):
+    path, text = checkpoint("qwen3_moe")
+    argv = ["--hf-path", str(path), "--mlx-path", str(tmp_path / "out"), "--calibrate", str(text), *given]
+    assert convert_command(argv) == 1
+    assert f"{given[0]} is {given[1]}; it must be positive" in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path, checkpoint, capsys):
+    path, text = checkpoint("qwen3_moe")
+    out = text / "out"  # below a file, as even root cannot write there
+    argv = ["--hf-path", str(path), "--mlx-path", str(out), "--calibrate", str(text)]
+    assert convert_command(argv) == 1
+    said = capsys.readouterr().err
+    assert f"{out}.calibration/rounded cannot be written: Not a directory; choose a place that can be" in said
+
+
+def test_a_text_that_never_ends_is_refused(tmp_path, checkpoint):
+    path, _ = checkpoint("qwen3_moe")
+    with pytest.raises(RequestError, match="cannot be read: it is a device or a socket; give a regular file"):
+        convert_calibrated(path, tmp_path / "out", calibration(tmp_path, "/dev/zero"))
+
+
+def test_a_pipe_that_ends_is_a_text(tmp_path, checkpoint):
+    path, _ = checkpoint("qwen3_moe")
+    reading, writing = os.pipe()
+    os.write(writing, TEXT.encode())
+    os.close(writing)
+    plan_calibrated(path, calibration(tmp_path, f"/dev/fd/{reading}"))
+    os.close(reading)
 
 
 options_of = st.lists(

@@ -220,6 +220,7 @@ def test_unknown_storage_names_its_module(entry):
         ("qwen3-30b-a3b", {"rms_norm_eps": float("nan")}, "'rms_norm_eps' is nan"),
         ("qwen3-30b-a3b", {"rope_scaling": {"type": "longrope"}}, "'longrope'"),
         ("qwen3-30b-a3b", {"use_sliding_window": True}, "'use_sliding_window'"),
+        ("flint-40b-a2.5b", {"use_sliding_window": False}, "'use_sliding_window' is False; only True is implemented"),
         ("qwen3-next-80b-a3b", {"layer_types": ["full_attention"]}, "'layer_types' has 1"),
         ("qwen3-next-80b-a3b", {"layer_types": ["sliding"] * 48}, "'layer_types'"),
         ("qwen3-next-80b-a3b", {"linear_num_value_heads": 33}, "linear_num_value_heads 33"),

@@ -1,10 +1,12 @@
 """The GGUF container: what the `gguf` package writes is read back, and hostile files end in one line."""
 
+import os
 import struct
 
 import numpy as np
 import pytest
 
+from moeflux_mlx.engine.locate import resolve
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.formats import gguf_file
 from moeflux_mlx.formats.gguf_file import open_gguf
@@ -166,11 +168,39 @@ def test_split_files_that_are_missing_or_strange(tmp_path):
         open_gguf(alone)
 
 
+def test_a_whole_file_may_be_called_the_only_one_of_a_split_model(tmp_path):
+    one = tmp_path / "m-00001-of-00001.gguf"
+    for entries in (
+        [],
+        [entry("split.count", 2, struct.pack("<H", 0))],
+        [entry("split.count", 2, struct.pack("<H", 1)), entry("split.no", 2, struct.pack("<H", 0))],
+    ):
+        one.write_bytes(raw(entries, [tensor()]))
+        assert open_gguf(one).files == (one,) and [*open_gguf(one).tensors] == ["x"]
+    one.write_bytes(raw([entry("split.count", 2, struct.pack("<H", 2))], [tensor()]))
+    with pytest.raises(ModelFileError, match="says that it is file 0 of 2"):
+        open_gguf(one)
+    one.write_bytes(raw([entry("split.tensors.count", 5, struct.pack("<i", 2))], [tensor()]))
+    with pytest.raises(ModelFileError, match="the files have 1 tensors; the first says 2"):
+        open_gguf(one)
+
+
+def test_a_pipe_is_no_model(tmp_path):
+    """Reading it would wait for a writer; the test is one, so that it ends in any case."""
+    os.mkfifo(tmp_path / "m.gguf")
+    writer = os.open(tmp_path / "m.gguf", os.O_RDWR)
+    for place in (tmp_path, tmp_path / "m.gguf"):
+        with pytest.raises(ModelFileError, match="a pipe or a socket; give a regular file|nor a GGUF file"):
+            resolve(place)
+    os.close(writer)
+
+
 def test_a_directory_with_one_model(tmp_path):
     assert gguf_file.gguf_file(tmp_path) is None
     one = tmp_path / "one.gguf"
     one.write_bytes(raw())
-    (tmp_path / "mmproj-F16.gguf").write_bytes(raw())
+    for name in ("mmproj-F16", "imatrix", "one-imatrix", "mtp-one", "MMProj-one", "eagle3-one", "dflash-one-Q8_0"):
+        (tmp_path / f"{name}.gguf").write_bytes(raw())
     assert gguf_file.gguf_file(tmp_path) == gguf_file.gguf_file(one) == one
     (tmp_path / "two.gguf").write_bytes(raw())
     with pytest.raises(ModelFileError, match="holds several models: one.gguf, two.gguf"):

@@ -12,9 +12,10 @@ from tiny_models import on_cpu, tiny_directory, tiny_model, use_plain_operations
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.kinds import Activation, QueryGrowth, QueryScale
+from moeflux_mlx.mixers.compressed import op as compressed
 from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.mamba import op as mamba
-from moeflux_mlx.model import moe, shortcut
+from moeflux_mlx.model import moe, ngrams, shortcut
 from moeflux_mlx.model.residual import OneStream, ParallelStream
 from moeflux_mlx.model.streams import ShortcutConnection
 from moeflux_mlx.ops import backend
@@ -256,6 +257,11 @@ def test_a_field_that_is_not_read(tmp_path, family, change):
     assert error(load_model(path, dtype=mx.float32), family) > 10 * TOLERANCE
 
 
+def test_windows_as_the_published_file_of_flint_has_them(tmp_path):
+    path = with_config(tiny_directory("flint", "hub"), tmp_path / "model", {"use_sliding_window": True})
+    assert error(load_model(path, dtype=mx.float32), "flint") < TOLERANCE
+
+
 ROPE = goldens.config("mistral4")["rope_parameters"]
 
 
@@ -266,6 +272,22 @@ def test_a_temperature_that_does_not_change_at_8192(tmp_path, field, value, chun
     change = {"rope_parameters": {**ROPE, field: value}}
     path = with_config(tiny_directory("mistral4", "hub"), tmp_path / "model", change)
     assert error(load_model(path, dtype=mx.float32), "mistral4", chunk) > 10 * TOLERANCE
+
+
+def test_only_rounding_makes_deepseek_v41_depend_on_cuts(monkeypatch):
+    """A last bit decides to which step a value is rounded; all else is the same for every cut."""
+    exact = lambda x, *rule, **more: x  # noqa: E731
+    for place in (compressed, ngrams):
+        for name in {"to_e4m3", "to_e2m1"} & vars(place).keys():
+            monkeypatch.setattr(place, name, exact)
+    model, rng = load_model(tiny_directory("deepseek_v41", "hub"), dtype=mx.float32), np.random.default_rng(0)
+    for length in (23, 48):
+        text = mx.array(rng.integers(3, 256, length))[None]
+        whole = np.array(model(text))
+        for _ in range(3):
+            cuts, cache = sorted(set(rng.integers(1, length, 4).tolist())), model.make_cache()
+            parts = [model(piece, cache) for piece in mx.split(text, cuts, axis=1)]
+            assert np.abs(np.array(mx.concatenate(parts, axis=1)) - whole).max() < TOLERANCE, cuts
 
 
 BIASED = ("kimi_k2", "hy_v3", "minimax_m2", "glm4_moe", "solar_open", "g9v3", "exaone_moe", "nemotron_h")

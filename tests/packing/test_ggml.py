@@ -15,7 +15,7 @@ from moeflux_mlx.calibration.convert import Calibration, convert_calibrated
 from moeflux_mlx.calibration.weights import PackedWeights
 from moeflux_mlx.convert import main
 from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.errors import ConfigError, ModelFileError
+from moeflux_mlx.errors import ConfigError
 from moeflux_mlx.formats.checkpoint import GRIDS_LICENSE
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing import ggml
@@ -121,14 +121,52 @@ def test_a_text_shows_what_matters(tmp_path, source):
     assert 0 < error < 0.5 * np.abs(rows).mean() and not np.array_equal(made, values("IQ2_XXS", rows))
 
 
+@pytest.mark.parametrize(
+    "named, made", [("Q2_K", "q4_0"), ("Q3_K", "q4_0"), ("Q4_K", "q5_0"), ("Q5_K", "q5_1"), ("Q6_K", "q8_0")]
+)
+def test_widths_that_a_type_cannot_have_take_what_llama_cpp_takes(tmp_path, capsys, named, made):
+    """Each matrix for itself: gate and up have rows of 256 here, down of 192."""
+    source = write_tiny(
+        tmp_path / "source", config=goldens.text_config("qwen3_moe") | WIDE | {"moe_intermediate_size": 192}
+    )
+    write_tokenizer(source, "qwen3_style")
+    assert main(["--hf-path", str(source), "--mlx-path", str(tmp_path / "out"), "--q-type", named]) == 0
+    said = f"note: 2 matrices of 192 columns in {made} instead of {named.lower()}, whose rows are multiples of 256; "
+    assert (
+        f"{said}affine, mxfp4, nvfp4, mxfp8, q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl would fit" in capsys.readouterr().err
+    )
+    forms = {one.name: one.quant.mode for one in PackedWeights(tmp_path / "out").layout.records[1].projections}
+    assert forms == {"gate_proj": named.lower(), "up_proj": named.lower(), "down_proj": made}
+    down, rows = experts(tmp_path / "out", 1, 2)[-1], floats(source, 1, 2)[-1]
+    assert np.array_equal(down, values(made.upper(), rows))
+    model = load_model(tmp_path / "out", dtype=mx.float32, expert_io="pread", expert_cache_bytes=1)
+    assert np.isfinite(np.array(model(mx.array([[1, 2, 3, 4]])))).all()
+    model.experts.close()
+
+
+def test_matrices_outside_of_experts_fall_back_too(tmp_path):
+    config = goldens.text_config("qwen3_moe") | WIDE | {"hidden_size": 192}
+    source = write_tiny(tmp_path / "source", config=config)
+    mixed = {"default": "q4_k", "gate_up": "q4_0", "down": "q4_k", "router": "float"}
+    (tmp_path / "mixed.json").write_text(json.dumps(mixed))
+    report = convert(source, tmp_path / "out", recipe=tmp_path / "mixed.json")
+    fallen = {one.path: (one.columns, one.named.mode, one.made.mode) for one in report.fallbacks}
+    assert fallen["model.layers.0.self_attn.q_proj"] == fallen["lm_head"] == (192, "q4_k", "q5_0")
+    assert not any("switch_mlp" in path for path in fallen)
+    wide = config["num_attention_heads"] * config["head_dim"]
+    assert ("model.layers.0.self_attn.o_proj" in fallen) == (wide % 256 > 0)
+
+
 def test_what_cannot_be_made_is_said(tmp_path, source, monkeypatch, capsys):
     with pytest.raises(ConfigError, match="q_type 'Q3_X' is not made; supported: Q4_0, "):
         convert(source, tmp_path / "out", q_type="Q3_X")
     with pytest.raises(ConfigError, match="--layout mlx: .* is stored in q4_0, which mlx-lm does not read"):
         convert(source, tmp_path / "out", q_type="Q4_0", layout="mlx")
     narrow = write_tiny(tmp_path / "narrow", config=goldens.text_config("qwen3_moe") | {"hidden_size": 64})
-    with pytest.raises((ConfigError, ModelFileError), match="256"):
-        convert(narrow, tmp_path / "out", q_type="Q4_K")
+    with pytest.raises(
+        ConfigError, match="64 columns are not a multiple of 128; give smaller groups, or one of affine, "
+    ):
+        convert(narrow, tmp_path / "out", q_group_size=128)
     monkeypatch.setattr(ggml, "_library", lambda: None)
     assert main(["--hf-path", str(source), "--mlx-path", str(tmp_path / "out"), "--q-type", "IQ2_S"]) == 1
     error = capsys.readouterr().err

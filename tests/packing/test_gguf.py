@@ -252,6 +252,16 @@ def test_commands_take_the_file(tmp_path, capfd):
     assert capfd.readouterr().err.startswith("error: GGUF metadata tokenizer.ggml.pre is 'unheard-of'")
 
 
+def test_no_file_is_deleted_but_shards(tmp_path, capsys):
+    path = tmp_path / "m.gguf"
+    gguf_models.write_gguf(path, "qwen3_moe", mixed(MIXED))
+    argv = ["--hf-path", str(path), "--mlx-path", str(tmp_path / "out"), "--delete-source"]
+    for more in ([], ["--yes"]):
+        assert convert_main([*argv, *more]) == 1
+        assert "is a file; --delete-source deletes the safetensors files of a directory" in capsys.readouterr().err
+    assert path.is_file()
+
+
 # ---- refusals
 
 

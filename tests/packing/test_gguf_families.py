@@ -170,6 +170,19 @@ def test_strange_metadata_are_refused_or_read(tmp_path, family):
     assert refused > 100
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "hy_v3", "afmoe"])
+def test_a_scale_of_zero_is_none(tmp_path, family):
+    gguf_models.write_gguf(tmp_path / "m.gguf", family, lambda name: "F32")
+    whole = open_gguf(tmp_path / "m.gguf")
+    architecture = gguf_models.ARCHITECTURES[family]
+    scales = []
+    for value in (0.0, 1.0, 2.5):
+        read = Metadata({**whole.metadata, f"{architecture}.expert_weights_scale": value}, whole.tensors)
+        args = ModelArgs.from_dict(GGUF[architecture].config(read))
+        scales.append({args.layers[layer].feed_forward.router.scale for layer in args.moe_layers})
+    assert scales == [{1.0}, {1.0}, {2.5}]
+
+
 @pytest.mark.parametrize("factor, high, context", [(16.0, 1.0, 8192), (8.0, 4.0, 8192), (32.0, 4.0, 4096)])
 def test_a_scaling_of_llama_3_is_found_in_its_result(factor, high, context):
     """With no ramp, as Scout has it, many contexts have one result."""

@@ -69,6 +69,12 @@ def test_a_file_says_all_of_a_recipe(tmp_path, content):
         ({"default": 4, "layers": [1]}, "layers is .*; give an object such as"),
         ({"default": 4, "layers": {"first": {"down": 6}}}, "'first' names no layers; give \"3\", \"-1\" or \"0-2\""),
         ({"default": 4, "layers": {"0": {"head": 6}}}, "'head' is no part; parts are gate_up,.* in layers 0"),
+        ({"default": 4, "layers": {"5-0": {"down": 6}}}, "'5-0' names no layers; give \"3\", \"-1\" or \"0-2\""),
+        ({"default": 4, "layers": {"9" * 5000: {"down": 6}}}, "names no layers; give \"3\", \"-1\" or \"0-2\""),
+        ({"default": 4, "layers": {"0-99999999999": {"down": 6}}}, "'0-99999999999' names no layers"),
+        ({"default": 4, "layers": {f"{i}-{i + 1}": {} for i in range(4097)}}, "layers has 4097 entries; give at most"),
+        ({"default": 4, "name": "a" * 256}, "name is 'aaa.*; give a line of text of at most 255 characters"),
+        ({"default": 4, "layers": {"0": {}}, "name": "a" * (1 << 20)}, "bytes; a recipe has at most 1048576"),
     ],
 )  # fmt: skip
 def test_what_is_no_recipe_is_refused_in_one_line(tmp_path, content, message):
@@ -82,7 +88,7 @@ def test_recipes_that_do_not_suit_the_model_are_refused(tmp_path):
     source = write_tiny(tmp_path / "source")
     with pytest.raises(ConfigError, match="there is no recipe best; give uniform, balanced, small, or the path of a"):
         convert(source, tmp_path / "out", recipe="best")
-    for layer in ("2", "-3", "0-2"):
+    for layer in ("2", "-3", "0-2", "0-9999"):
         path = written(tmp_path / "own.json", {"default": 4, "layers": {layer: {"down": 6}}})
         with pytest.raises(ConfigError, match=f"names the layers '{layer}'; the model has 2, from 0 to 1"):
             convert(source, tmp_path / "out", recipe=path)
