@@ -15,20 +15,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, ModelFileError
+from ..errors import ConfigError, ModelFileError, TokenizerError
 from ..families.gguf import GgufFamily, Metadata, renamed_tensor
 from ..families.registry import GGUF
 from ..files import kept_files, read_json, replace_file, user_path
 from ..formats.checkpoint import COPIED, Checkpoint, Tensor, open_checkpoint
 from ..formats.gguf_file import GgufFile, gguf_file, open_gguf
 from ..formats.hub import Repository, cached_snapshot, looks_like_repo
+from ..text.ends import all_ends
 from ..text.gguf_tokens import generation_file, template_of, tokenizer_files
-from ..text.tokenizer import VOCABULARY_FILES
+from ..text.tokenizer import VOCABULARY_FILES, load_tokenizer, stated_ends
 from .gguf_tensors import as_tensor, raw_rows
 
 KEY = "gguf"  # in config.json
 HUB = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+)/?")
-TEMPLATE = "chat_template.jinja"
+TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 SLOWED = "rope_freqs.weight"  # what frequencies are divided by, which follows from the configuration
 
 
@@ -54,15 +55,41 @@ def described(path: Path, tokenizer: Path | None = None) -> Path | None:
     files["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (*COPIED, "config.json"):
-            file, data = folder / name, files.get(name)
-            if data is None:
-                file.unlink(missing_ok=True)
-            elif not file.is_file() or file.read_bytes() != data:
-                replace_file(file, [data])
+        for name in (*(name for name in COPIED if name != GENERATION), "config.json"):
+            _keep(folder / name, files.get(name))
+        _keep(folder / GENERATION, _generation(whole, beside, folder))
     except OSError as error:
         raise ModelFileError(f"{folder} cannot be written: {error.strerror or error}") from None
     return folder
+
+
+def _keep(file: Path, data: bytes | None) -> None:
+    """Gives a file this content; None: there is no such file."""
+    if data is None:
+        file.unlink(missing_ok=True)
+    elif not file.is_file() or file.read_bytes() != data:
+        replace_file(file, [data])
+
+
+def _generation(whole: GgufFile, beside: Path, folder: Path) -> bytes | None:
+    """generation_config.json with every token that ends an answer; None: there is none.
+
+    Args:
+        beside: the directory of the tokenizer's files, if they are not made from the metadata.
+        folder: has the tokenizer's files.
+    """
+    file = beside / GENERATION
+    config = read_json(file) if file.is_file() and _has_vocabulary(beside) else {}
+    named = json.loads(generation_file(whole.metadata).get(GENERATION, b"{}"))
+    ends = stated_ends(named, whole.files[0]) + stated_ends(config, file)
+    with suppress(TokenizerError):  # whoever needs the tokenizer gets the error
+        ends = all_ends(ends, load_tokenizer(folder))
+    made = {**config, "eos_token_id": ends} if ends else config
+    return json.dumps(made).encode() if made else None
+
+
+def _has_vocabulary(path: Path) -> bool:
+    return any((path / name).is_file() for name in VOCABULARY_FILES)
 
 
 def tokenizer_folder(tokenizer: str | Path | None) -> Path | None:
@@ -84,13 +111,13 @@ def base_tokenizer(first: Path, download: bool = False) -> Path | None:
     """
     url = open_gguf(first).metadata.get("general.base_model.0.repo_url")
     match = HUB.fullmatch(url) if isinstance(url, str) else None
-    if match is None or any((first.parent / name).is_file() for name in VOCABULARY_FILES):
+    if match is None or _has_vocabulary(first.parent):
         return None
     folder = cached_snapshot(match[1], None, list(COPIED))
     if folder is None and download:
         with suppress(ModelFileError):  # its metadata have a tokenizer too
             folder = Repository.look_up(match[1]).snapshot(list(COPIED))
-    return folder if folder is not None and any((folder / name).is_file() for name in VOCABULARY_FILES) else None
+    return folder if folder is not None and _has_vocabulary(folder) else None
 
 
 def described_files(folder: Path) -> tuple[Path, ...]:
@@ -151,11 +178,10 @@ def _tensors(whole: GgufFile) -> Iterator[Tensor]:
 def _small_files(whole: GgufFile, beside: Path, is_given: bool) -> Iterator[tuple[str, bytes]]:
     """The tokenizer's files with their contents: those of the directory `beside`, or what the metadata say."""
     of_base = {name: beside / name for name in COPIED if (beside / name).is_file()}
-    yield from generation_file(whole.metadata).items()
     template, settings = template_of(whole.metadata), of_base.get("tokenizer_config.json")
     if template is not None and (settings is None or "chat_template" not in read_json(settings)):
         yield TEMPLATE, template
-    if of_base.keys() & set(VOCABULARY_FILES):
+    if _has_vocabulary(beside):
         yield from ((name, file.read_bytes()) for name, file in of_base.items())
     elif is_given:
         raise ModelFileError(f"{beside} has no {' or '.join(VOCABULARY_FILES)}; --tokenizer takes a directory with one")
