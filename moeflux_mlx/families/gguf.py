@@ -6,19 +6,33 @@ family's own reader then checks, and how its tensors are called. Names and keys 
 """
 
 import itertools
+import math
 import re
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 
 from ..errors import ConfigError, ModelFileError
 from ..files import JsonDict, JsonObject, JsonValue
+from .fields import MOST_LAYERS
+from .gguf_keys import is_needed
+from .gguf_rope import llama3_scaling
 
 T = TypeVar("T")
 MISSING = object()
 ROPE_TYPES = ("none", "yarn")
+SCALING = (
+    "factor",
+    "original_context_length",
+    "yarn_ext_factor",
+    "yarn_attn_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+)
+SLOWED = "rope_freqs.weight"
+ROTATING = (SLOWED, "rope_factors_long.weight", "rope_factors_short.weight")  # tensors that change rotations
 SIGMOID = 2  # a value of `expert_gating_func`
 
 
@@ -28,12 +42,48 @@ class Metadata:
     Attributes:
         architecture: llama.cpp's name of the family, which begins the keys.
         tensors: names of all tensors.
-        slowed: what the frequency of each rotated pair is divided by (`rope_freqs.weight`); none: nothing.
     """
 
     def __init__(self, entries: JsonObject, tensors: Container[str] = (), slowed: Sequence[float] = ()):
-        self._entries, self.tensors, self.slowed = entries, tensors, slowed
+        """`slowed`: the values of the tensor `rope_freqs.weight`."""
+        self._entries, self.tensors, self._slowed = entries, tensors, slowed
+        self._read: set[str] = set()
         self.architecture = self.anywhere("general.architecture", str)
+
+    def _value(self, key: str) -> JsonValue:
+        """The value of a whole key, which counts as read."""
+        self._read.add(key)
+        return self._entries.get(key)
+
+    def need_not_read(self, *keys: str) -> None:
+        """Says that these keys of the architecture mean nothing beside others that were read."""
+        self._read.update(f"{self.architecture}.{key}" for key in keys)
+
+    def check_all_read(self, unread: Container[str]) -> None:
+        """Checks that nothing in the file that changes numbers is left out.
+
+        Args:
+            unread: keys of the architecture that need not be read, besides those of all.
+
+        Raises:
+            ConfigError: a key or a tensor that nobody has read does.
+        """
+        start = f"{self.architecture}."
+        own = {key.removeprefix(start): value for key, value in self._entries.items() if key.startswith(start)}
+        for key, value in own.items():
+            if start + key not in self._read and is_needed(key, own, unread):
+                raise ConfigError(
+                    f"GGUF metadata {start}{key} is {str(value)[:60]}, which is not implemented for this architecture"
+                )
+        for name in ROTATING:
+            if name in self.tensors and name not in self._read:
+                raise ConfigError(f"GGUF tensor {name} is not implemented for the architecture {self.architecture}")
+
+    @property
+    def slowed(self) -> Sequence[float]:
+        """What the frequency of each rotated pair is divided by; empty: nothing."""
+        self._read.add(SLOWED)
+        return self._slowed
 
     def anywhere(self, key: str, kind: type, default: JsonValue = MISSING) -> JsonValue:
         """The value of a whole key.
@@ -41,7 +91,7 @@ class Metadata:
         Raises:
             ModelFileError: it is missing and has no default, or has another type.
         """
-        value = self._entries.get(key)
+        value = self._value(key)
         if value is None and default is not MISSING:
             return default
         if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
@@ -64,27 +114,29 @@ class Metadata:
 
     def of_layers(self, key: str, layers: int) -> int:
         """An integer that may be given for each layer, where it must be the same in all of them."""
-        value = self._entries.get(f"{self.architecture}.{key}")
+        value = self._value(f"{self.architecture}.{key}")
         if isinstance(value, list):
             if len(value) < layers or len(set(value[:layers])) != 1 or type(value[0]) is not int:
                 raise ConfigError(f"GGUF metadata {self.architecture}.{key} differs by layer, which is not implemented")
             return int(value[0])
         return int(self.count(key))
 
-    def each_layer(self, key: str, kind: type[T]) -> list[T]:
+    def each_layer(self, key: str, kind: type[T], default: JsonValue = MISSING) -> list[T]:
         """The values of a key that has one for each layer.
 
         Raises:
             ConfigError: it has too few, or some of another type.
         """
-        values = self.anywhere(f"{self.architecture}.{key}", list)
-        if not 0 < self.layers <= len(values) or any(type(value) is not kind for value in values[: self.layers]):
+        values = self.anywhere(f"{self.architecture}.{key}", list, default)
+        if values is default:
+            return list(values)
+        if self.layers > len(values) or any(type(value) is not kind for value in values[: self.layers]):
             raise ConfigError(f"GGUF metadata {self.architecture}.{key} has no {kind.__name__} for each layer")
         return list(values[: self.layers])
 
     def must_equal(self, key: str, wanted: object) -> None:
         """Raises ConfigError: the key has another value."""
-        value = self._entries.get(f"{self.architecture}.{key}")
+        value = self._value(f"{self.architecture}.{key}")
         if value is not None and value != wanted:
             raise ConfigError(
                 f"GGUF metadata {self.architecture}.{key} is {str(value)[:60]}; only {wanted} is implemented"
@@ -92,30 +144,97 @@ class Metadata:
 
     @property
     def layers(self) -> int:
-        """Layers of the model, without those of draft heads, which are counted as blocks too."""
-        layers = self.count("block_count") - self.count("nextn_predict_layers", 0)
-        return int(layers)
+        """Layers of the model, without those of draft heads, which are counted as blocks too.
+
+        Raises:
+            ConfigError: there are none, or more than any model has.
+        """
+        blocks, heads = self.count("block_count"), self.count("nextn_predict_layers", 0)
+        if not (0 <= heads < blocks and blocks - heads <= MOST_LAYERS):
+            raise ConfigError(
+                f"GGUF metadata {self.architecture}.block_count is {blocks}, with {heads} blocks of draft heads; "
+                f"expected 1 to {MOST_LAYERS} layers"
+            )
+        return int(blocks - heads)
 
     def rope_scaling(self) -> JsonDict | None:
         """`rope_scaling` of config.json.
 
         Raises:
-            ConfigError: a type that is not read.
+            ConfigError: a type that is not read, or a factor beside another type.
         """
-        kind = self.anywhere(f"{self.architecture}.rope.scaling.type", str, "none")
-        if kind not in ROPE_TYPES:
+        kind = self.anywhere(f"{self.architecture}.rope.scaling.type", str, None)
+        if kind not in (*ROPE_TYPES, None):
             raise ConfigError(
                 f"GGUF metadata {self.architecture}.rope.scaling.type is {kind[:60]!a}; only yarn is read"
             )
-        if kind == "none":
-            return None
-        betas = ((name, self.number(f"rope.scaling.yarn_{name}", None)) for name in ("beta_fast", "beta_slow"))
+        if kind == "yarn":
+            return self._yarn()
+        self.must_equal("rope.scaling.attn_factor", 1)
+        if kind is None:  # llama.cpp takes the factor as that of linear scaling then
+            for key in ("rope.scaling.factor", "rope.scale_linear"):
+                self.must_equal(key, 1)
+        self.need_not_read("rope.scale_linear", *(f"rope.scaling.{name}" for name in SCALING))
+        return None
+
+    def _yarn(self) -> JsonDict:
+        """As `rope_scaling`. Two factors multiply what is rotated: `attn_factor` beside YaRN's own factor, and
+        `yarn_attn_factor` in its place (`attention_factor` of config.json)."""
+        self.must_equal("rope.scaling.yarn_ext_factor", 1)
+        self.need_not_read("rope.scale_linear")  # it is only for files without the factor
+        names = ("beta_fast", "beta_slow")
+        values = {name: self.number(f"rope.scaling.yarn_{name}", None) for name in names}
+        factor, more = self.number("rope.scaling.factor"), self.number("rope.scaling.attn_factor", 1.0)
+        values["attention_factor"] = own = self.number("rope.scaling.yarn_attn_factor", None)
+        if more != 1:
+            usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+            values["attention_factor"] = more * (usual if own is None else own)
         return {
-            "type": kind,
-            "factor": self.number("rope.scaling.factor"),
+            "type": "yarn",
+            "factor": factor,
             "original_max_position_embeddings": self.count("rope.scaling.original_context_length"),
-            **{name: beta for name, beta in betas if beta is not None},
+            **{name: value for name, value in values.items() if value is not None},
         }
+
+    def slowed_scaling(self, width: int) -> JsonDict | None:
+        """`rope_scaling` of an architecture of which llama.cpp reads what frequencies are divided by.
+
+        Args:
+            width: how many values of a head are rotated.
+
+        Raises:
+            ConfigError: as `rope_scaling`, or no scaling has this result, or two do.
+        """
+        plain, slowed = self.rope_scaling(), self.slowed
+        if slowed and len(slowed) != width // 2:
+            raise ConfigError(f"GGUF tensor {SLOWED} has {len(slowed)} values; the model needs {width // 2}")
+        made = llama3_scaling(slowed, self.theta())
+        if made and plain:
+            raise ConfigError(f"GGUF tensor {SLOWED} beside {self.architecture}.rope.scaling.type is not implemented")
+        return made or plain
+
+    def theta(self) -> float:
+        """The base of the frequencies."""
+        theta: float = self.number("rope.freq_base", 10000.0)
+        return theta
+
+    def sections(self, usual: Sequence[int]) -> list[int]:
+        """How many pairs each of three axes rotates.
+
+        Raises:
+            ConfigError: a fourth axis rotates some, which is 0 in text.
+        """
+        counts = self.anywhere(f"{self.architecture}.rope.dimension_sections", list, list(usual))
+        if any(counts[3:]):
+            raise ConfigError(f"GGUF metadata {self.architecture}.rope.dimension_sections has a fourth axis")
+        return list(counts[:3])
+
+    def one_full_in(self, every: int) -> None:
+        """Raises ConfigError: the last of each `every` layers is not the one that sees all positions."""
+        key = f"{self.architecture}.attention.sliding_window_pattern"
+        pattern, usual = self._value(key), [(i + 1) % every != 0 for i in range(self.layers)]
+        if pattern not in (None, every) and not (isinstance(pattern, list) and pattern[: self.layers] == usual):
+            raise ConfigError(f"GGUF metadata {key} is {str(pattern)[:60]}; only {every} is implemented")
 
     def leading_dense(self) -> int:
         """How many of the first layers have an MLP."""
@@ -134,19 +253,31 @@ class Metadata:
     def attention(self) -> JsonDict:
         """The fields of attention with heads of one size."""
         heads = self.of_layers("attention.head_count", self.layers)
-        self.must_equal("attention.value_length", self.count("attention.key_length", None))
+        width = self.head_width(heads)
         return {
             "num_attention_heads": heads,
             "num_key_value_heads": self.of_layers("attention.head_count_kv", self.layers),
-            "head_dim": self.count("attention.key_length", None) or self.count("embedding_length") // max(heads, 1),
-            "rope_theta": self.number("rope.freq_base", 10000.0),
+            "head_dim": width,
+            "rope_theta": self.theta(),
             "rope_scaling": self.rope_scaling(),
+            **self.rotated(width),
         }
+
+    def head_width(self, heads: int) -> int:
+        """Values of a head of queries, of keys and of values."""
+        width = self.count("attention.key_length", None) or self.count("embedding_length") // max(heads, 1)
+        self.must_equal("attention.value_length", width)
+        return int(width)
+
+    def rotated(self, width: int) -> JsonDict:
+        """`partial_rotary_factor`, unless all values of a head are rotated."""
+        count = self.count("rope.dimension_count", width)
+        return {} if count == width else {"partial_rotary_factor": share_of(count, width)}
 
     def share_rotated(self) -> float:
         """The share of a head's values that are rotated."""
         width = self.count("attention.key_length")
-        return float(self.count("rope.dimension_count", width) / max(width, 1))
+        return share_of(self.count("rope.dimension_count", width), width)
 
     def noaux(self) -> JsonDict:
         """The fields of DeepSeek-V3's router and shared expert."""
@@ -173,6 +304,12 @@ class Metadata:
     def tied(self) -> JsonDict:
         """Whether embeddings make the logits too: then there is no matrix of their own."""
         return {"tie_word_embeddings": "output.weight" not in self.tensors}
+
+
+def share_of(part: int, whole: int) -> float:
+    """The share of which `whole` makes `part` again when the product is cut off."""
+    share = part / max(whole, 1)
+    return share if int(whole * share) == part else math.nextafter(share, math.inf)
 
 
 @dataclass(frozen=True)
@@ -208,14 +345,26 @@ class GgufFamily:
     """One architecture of llama.cpp.
 
     Args:
-        config: its metadata -> config.json of the family.
+        reader: its metadata -> config.json of the family.
         names: beginnings of tensors' names behind "blk.N.", and what they are behind "model.layers.N.".
         change: (config, name behind "model.layers.N.", stored shape) -> what undoes llama.cpp's change; None: nothing.
+        unread: keys that need not be read, and why, besides `gguf_keys.UNREAD`.
     """
 
-    config: Callable[[Metadata], GgufConfig]
+    reader: Callable[[Metadata], GgufConfig]
     names: tuple[tuple[str, str], ...]
     change: Changes = lambda config, name, shape: None
+    unread: Mapping[str, str] = field(default_factory=dict)
+
+    def config(self, read: Metadata) -> GgufConfig:
+        """The family's config.json.
+
+        Raises:
+            ConfigError, ModelFileError: something in the metadata is missing, or not implemented.
+        """
+        config = self.reader(read)
+        read.check_all_read(self.unread)
+        return config
 
 
 FUSED, DOWN = "ffn_gate_up_exps.weight", ("ffn_down_exps.weight", "mlp.experts.down_proj")

@@ -16,21 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, ModelFileError, TokenizerError
-from ..families.gguf import GgufFamily, Metadata, renamed_tensor
+from ..families.gguf import SLOWED, GgufFamily, Metadata, renamed_tensor
 from ..families.registry import GGUF
 from ..files import kept_files, read_json, replace_file, user_path
 from ..formats.checkpoint import COPIED, Checkpoint, Tensor, open_checkpoint
-from ..formats.gguf_file import GgufFile, gguf_file, open_gguf
+from ..formats.gguf_file import Blocks, GgufFile, gguf_file, open_gguf
 from ..formats.hub import Repository, cached_snapshot, looks_like_repo
+from ..kinds.limits import WIDEST_HEAD
 from ..text.ends import all_ends
 from ..text.gguf_tokens import generation_file, template_of, tokenizer_files
 from ..text.tokenizer import VOCABULARY_FILES, load_tokenizer, stated_ends
-from .gguf_tensors import as_tensor, raw_rows
+from .gguf_tensors import as_tensor, dequantized
 
 KEY = "gguf"  # in config.json
 HUB = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+)/?")
 TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
-SLOWED = "rope_freqs.weight"  # what frequencies are divided by, which follows from the configuration
 
 
 def described(path: Path, tokenizer: Path | None = None) -> Path | None:
@@ -144,15 +144,23 @@ def open_source(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
 
 
 def _family(whole: GgufFile) -> tuple[Metadata, GgufFamily]:
-    blocks = whole.tensors.get(SLOWED)
-    slowed = [] if blocks is None or blocks.type != "F32" else raw_rows(blocks).view("<f4").reshape(-1).tolist()
-    read = Metadata(whole.metadata, whole.tensors, slowed)
+    read = Metadata(whole.metadata, whole.tensors, _slowed(whole.tensors.get(SLOWED)))
     if read.architecture not in GGUF:
         raise ConfigError(
             f"{whole.files[0]}: GGUF files of the architecture {read.architecture[:60]!a} are not read; read are "
             f"{', '.join(GGUF)}"
         )
     return read, GGUF[read.architecture]
+
+
+def _slowed(blocks: Blocks | None) -> list[float]:
+    """The values of `rope_freqs.weight`."""
+    if blocks is None:
+        return []
+    if blocks.shape[-1] > WIDEST_HEAD or len(blocks.shape) > 1:
+        raise ModelFileError(f"{blocks.file}: tensor {SLOWED} has the shape {blocks.shape}, more than any head has")
+    values: list[float] = dequantized(blocks).tolist()
+    return values
 
 
 def _config(whole: GgufFile) -> dict[str, Any]:
