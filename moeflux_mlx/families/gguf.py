@@ -134,6 +134,30 @@ class Metadata:
             raise ConfigError(f"GGUF metadata {self.architecture}.{key} has no {kind.__name__} for each layer")
         return list(values[: self.layers])
 
+    def heads_or_none(self) -> list[int]:
+        """Key heads of each layer: of those with attention all the same, of the others 0.
+
+        Raises:
+            ConfigError: layers with attention differ.
+        """
+        counts = self.each_layer("attention.head_count_kv", int)
+        if len({count for count in counts if count}) > 1:
+            raise ConfigError(
+                f"GGUF metadata {self.architecture}.attention.head_count_kv differs between layers with attention"
+            )
+        return counts
+
+    def quotient(self, key: str, parts: int) -> int:
+        """An integer divided into equal parts.
+
+        Raises:
+            ConfigError: it cannot be.
+        """
+        whole = self.count(key)
+        if parts < 1 or whole % parts:
+            raise ConfigError(f"GGUF metadata {self.architecture}.{key} is {whole}, which {parts} parts do not divide")
+        return int(whole // parts)
+
     def must_equal(self, key: str, wanted: object) -> None:
         """Raises ConfigError: the key has another value."""
         value = self._value(f"{self.architecture}.{key}")
@@ -329,10 +353,15 @@ class Change:
     values: Callable[[np.ndarray], np.ndarray] | None = None
 
 
-def neighbours_apart(heads: int, rows: int) -> Change:
+def neighbours_apart(heads: int, rows: int) -> Change | None:
     """Of rows that llama.cpp orders so that the two of a rotated pair are neighbours, those of a head's first halves
-    and then those of the second ones (`LlamaModel.permute`)."""
-    stored = np.arange(rows).reshape(max(heads, 1), -1, 2)
+    and then those of the second ones (`LlamaModel.permute`).
+
+    None: the rows are not those of so many heads; the model, which needs others, refuses their number.
+    """
+    if heads < 1 or rows % (2 * heads):
+        return None
+    stored = np.arange(rows).reshape(heads, -1, 2)
     return Change(rows=stored.swapaxes(1, 2).reshape(-1))
 
 
@@ -348,6 +377,8 @@ class GgufFamily:
         reader: its metadata -> config.json of the family.
         names: beginnings of tensors' names behind "blk.N.", and what they are behind "model.layers.N.".
         change: (config, name behind "model.layers.N.", stored shape) -> what undoes llama.cpp's change; None: nothing.
+            A tensor of another shape than the config says is not changed: the model refuses it by its shape. So no
+            number of a file decides how large an array is.
         unread: keys that need not be read, and why, besides `gguf_keys.UNREAD`.
     """
 

@@ -54,7 +54,7 @@ def _gguf(read: Metadata) -> JsonDict:
     """A layer has as many key heads as attention has, or none. llama.cpp always normalises the routing weights of this
     architecture and knows no factor of them, as in all published models."""
     read.must_equal("expert_gating_func", SIGMOID)
-    kv_heads, dense = read.each_layer("attention.head_count_kv", int), read.count("leading_dense_block_count", 0)
+    kv_heads, dense = read.heads_or_none(), read.count("leading_dense_block_count", 0)
     heads = read.of_layers("attention.head_count", read.layers)
     width = read.head_width(heads)
     return {

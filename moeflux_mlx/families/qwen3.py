@@ -167,7 +167,7 @@ def _gguf_hybrid(read: Metadata, model_type: str) -> JsonDict:
         "linear_num_key_heads": read.count("ssm.group_count"),
         "linear_num_value_heads": value_heads,
         "linear_key_head_dim": read.count("ssm.state_size"),
-        "linear_value_head_dim": read.count("ssm.inner_size") // max(value_heads, 1),
+        "linear_value_head_dim": read.quotient("ssm.inner_size", value_heads),
         "linear_conv_kernel_dim": read.count("ssm.conv_kernel"),
     }
 
@@ -188,14 +188,19 @@ def _tiled_change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change
     if not name.startswith("linear_attn.") or name == "linear_attn.norm.weight":
         return plain
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    is_one = name.endswith((".A_log", ".dt_bias", ".in_proj_a.weight", ".in_proj_b.weight"))
+    is_input, is_all = (
+        name.endswith(".out_proj.weight"),
+        is_one or name.endswith((".in_proj_z.weight", ".out_proj.weight")),
+    )
+    width = 1 if is_one else config["linear_value_head_dim"]
+    first = 0 if is_all else 2 * keys * config["linear_key_head_dim"]
+    if shape[-1 if is_input else 0] != first + values * width or keys < 1 or values % keys:
+        return plain
     heads = np.arange(values).reshape(-1, keys).T.reshape(-1)  # ours are grouped by key head
-    if name.endswith((".A_log", ".dt_bias", ".in_proj_a.weight", ".in_proj_b.weight")):
-        return replace(plain or Change(), rows=heads)
-    width = config["linear_value_head_dim"]
     each = (heads[:, None] * width + np.arange(width)).reshape(-1)
-    if name.endswith(".out_proj.weight"):
+    if is_input:
         return Change(columns=each)
-    first = 0 if name.endswith(".in_proj_z.weight") else 2 * keys * config["linear_key_head_dim"]
     return replace(plain or Change(), rows=np.concatenate([np.arange(first), first + each]))
 
 

@@ -23,6 +23,7 @@ from ..formats.checkpoint import COPIED, Checkpoint, Tensor, open_checkpoint
 from ..formats.gguf_file import Blocks, GgufFile, gguf_file, open_gguf
 from ..formats.hub import Repository, cached_snapshot, looks_like_repo
 from ..kinds.limits import WIDEST_HEAD
+from ..spec import ModelArgs
 from ..text.ends import all_ends
 from ..text.gguf_tokens import generation_file, template_of, tokenizer_files
 from ..text.tokenizer import VOCABULARY_FILES, load_tokenizer, stated_ends
@@ -135,6 +136,7 @@ def open_source(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
     if shards_in:
         raise ModelFileError(f"--shards-in is for safetensors files; the files of {files[0]} must lie in one directory")
     whole = open_gguf(files[0])
+    ModelArgs.from_dict(_config(whole))  # before anything is made of a number of the file
     tensors: dict[str, Tensor] = {}
     for tensor in _tensors(whole):
         if tensor.name in tensors:
