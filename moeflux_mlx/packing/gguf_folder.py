@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, ModelFileError, TokenizerError
-from ..families.gguf import SLOWED, GgufFamily, Metadata, renamed_tensor
+from ..families.gguf import GgufFamily, Metadata, renamed_tensor
+from ..families.gguf_keys import SLOWED
 from ..families.registry import GGUF
 from ..files import kept_files, read_json, replace_file, user_path
 from ..formats.checkpoint import COPIED, Checkpoint, Tensor, open_checkpoint

@@ -12,8 +12,9 @@ from tiny_models import on_cpu
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ConfigError, ModelFileError
-from moeflux_mlx.families.gguf import SCALING, SLOWED, Metadata
-from moeflux_mlx.families.gguf_keys import UNREAD
+from moeflux_mlx.families.gguf import Metadata
+from moeflux_mlx.families.gguf_keys import SLOWED, UNREAD
+from moeflux_mlx.families.gguf_rope import SCALING
 from moeflux_mlx.families.registry import GGUF
 from moeflux_mlx.formats.gguf_file import open_gguf
 from moeflux_mlx.spec import ModelArgs
@@ -187,19 +188,29 @@ def divisors(width):
 READ = {"llama": 64, "granitehybrid": 32, "llama4": 32}  # rotated values of a head, where llama.cpp reads divisors
 
 
-@pytest.mark.parametrize("family", gguf_models.ARCHITECTURES)
-def test_tensors_that_change_rotations(tmp_path, family):
+@pytest.mark.parametrize(
+    "family, name",
+    drawn(gguf_models.ARCHITECTURES, (SLOWED, "rope_factors_long.weight", "rope_factors_short.weight"), turns=2),
+)
+def test_tensors_that_change_rotations(tmp_path, family, name):
+    if name == SLOWED and gguf_models.ARCHITECTURES[family] in READ:
+        return  # below
+    written(tmp_path / "m.gguf", family, {name: divisors(32)}, scaled=False)
+    with pytest.raises(ConfigError, match=name):
+        load_model(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "granitemoehybrid", "llama4"])
+def test_divisors_of_frequencies_that_llama_cpp_reads(tmp_path, family):
     path, architecture = tmp_path / "m.gguf", gguf_models.ARCHITECTURES[family]
-    keys = {f"{architecture}.rope.freq_base": 1e4}
-    for name in (SLOWED, "rope_factors_long.weight", "rope_factors_short.weight"):
-        written(path, family, {name: divisors(READ.get(architecture, 32))}, scaled=False, **keys)
-        if name == SLOWED and architecture in READ:
-            slowed = logits(path, family, **LEAST)
-            written(path, family, {name: np.ones_like(divisors(READ[architecture]))}, scaled=False, **keys)
-            assert np.abs(slowed - logits(path, family, **LEAST)).max() > 1e-3
-            written(path, family, {name: divisors(READ[architecture] // 2)}, scaled=False, **keys)
-        with pytest.raises(ConfigError, match=name):
-            load_model(path)
+    made, width, keys = [], READ[architecture], {f"{architecture}.rope.freq_base": 1e4}
+    for values in (divisors(width), np.ones(width // 2, np.float32)):
+        written(path, family, {SLOWED: values}, scaled=False, **keys)
+        made.append(logits(path, family, **LEAST))
+    assert np.abs(made[0] - made[1]).max() > 1e-3
+    written(path, family, {SLOWED: divisors(width // 2)}, scaled=False, **keys)
+    with pytest.raises(ConfigError, match=f"{SLOWED} has {width // 4} values"):
+        load_model(path)
 
 
 def test_the_share_of_a_wide_head_that_rotates(tmp_path):
@@ -218,8 +229,9 @@ def test_the_share_of_a_wide_head_that_rotates(tmp_path):
             load_model(path)
 
 
-@pytest.mark.parametrize("family", gguf_models.ARCHITECTURES)
-@pytest.mark.parametrize("stem", ["attn_output", "ffn_down_exps", "ffn_gate_inp", "output"])
+@pytest.mark.parametrize(
+    "family, stem", drawn(gguf_models.ARCHITECTURES, ["attn_output", "ffn_down_exps", "ffn_gate_inp", "output"])
+)
 def test_scales_of_matrices(tmp_path, family, stem):
     """llama.cpp multiplies the product of any matrix by its tensor `.scale`."""
     path = tmp_path / "m.gguf"
