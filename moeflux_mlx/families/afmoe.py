@@ -44,6 +44,7 @@ def _gguf(read: Metadata) -> JsonDict:
     """llama.cpp always multiplies embeddings, and every fourth layer sees all positions there, as in all published
     models."""
     read.must_equal("expert_gating_func", SIGMOID)
+    read.one_full_in(4)
     return {
         "model_type": "afmoe",
         **read.sizes(),

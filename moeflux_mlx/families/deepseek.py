@@ -103,8 +103,9 @@ def _gguf(read: Metadata) -> JsonDict:
     experts have any.
     """
     scaling, rotated = read.rope_scaling(), read.count("rope.dimension_count")
+    read.must_equal("rope.scaling.attn_factor", 1)  # llama.cpp multiplies the scores of attention by it too
+    mscale = round(10 * read.number("rope.scaling.yarn_log_multiplier", 0.0), 6)  # nothing without YaRN
     if scaling is not None:
-        mscale = round(10 * read.number("rope.scaling.yarn_log_multiplier", 0.0), 6)
         scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
     config = {"model_type": "deepseek_v3", **read.sizes(), **read.noaux()}
     if read.count("expert_group_count", None) is None and (read.layers, config["num_experts"]) == (61, 256):
@@ -117,7 +118,7 @@ def _gguf(read: Metadata) -> JsonDict:
         "qk_nope_head_dim": (read.count("attention.key_length_mla", None) or read.count("attention.key_length"))
         - rotated,
         "v_head_dim": read.count("attention.value_length_mla", None) or read.count("attention.value_length"),
-        "rope_theta": read.number("rope.freq_base", 10000.0),
+        "rope_theta": read.theta(),
         "rope_scaling": scaling,
     }
 
@@ -128,4 +129,13 @@ LATENT_NAMES = (
     *(("attn_kv_a_norm.", "self_attn.kv_a_layernorm."), ("attn_kv_b.", "self_attn.kv_b_proj.")),
     *(("attn_k_b.", "self_attn.embed_q."), ("attn_v_b.", "self_attn.unembed_out.")),
 )
-GGUF = {"deepseek2": GgufFamily(_gguf, (*LATENT_NAMES, *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}
+GGUF = {
+    "deepseek2": GgufFamily(
+        _gguf,
+        (*LATENT_NAMES, *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT),
+        unread=dict.fromkeys(
+            ("attention.head_count_kv", "attention.key_length", "attention.value_length"),
+            "they describe the latent head, whose sizes other keys have",
+        ),
+    )
+}

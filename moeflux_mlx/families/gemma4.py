@@ -4,7 +4,7 @@ Models without experts, whose layers have their own inputs and share keys and va
 """
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError
@@ -12,12 +12,13 @@ from ..files import JsonDict
 from ..kinds import Activation, Experts, LayerSpec, Residual, Router, SharedExpert
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import FULL, SLIDING, Family, Fields, layer_count, layer_kinds, rotation, sizes
-from .gguf import ATTENTION, DENSE, EXPERTS, GgufFamily, Metadata
+from .gguf import ATTENTION, DENSE, EXPERTS, GgufFamily, Metadata, share_of
 
 GELU = Activation("gelu")
 # Where a config.json has none (transformers, `Gemma4TextConfig`).
+QUARTER = 0.25
 ROPE = {
-    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": QUARTER, "rope_theta": 1e6},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
 # Fields that decide what a model is made of: their defaults in transformers, and the one value that is implemented.
@@ -112,13 +113,33 @@ RENAMES = (
 FAMILIES = {"gemma4": Family(_gemma4, renames=RENAMES)}
 
 
+STILL = 1e20  # a frequency divided by more rotates nothing
+
+
+def _turned_share(slowed: Sequence[float], width: int) -> float:
+    """The share of a wide head that rotates: of the others llama.cpp stores a large divisor of the frequency.
+
+    Raises:
+        ConfigError: some pairs turn more slowly, or others than the first ones rotate.
+    """
+    turned = sum(divisor == 1 for divisor in slowed)
+    if slowed and (len(slowed) != width // 2 or turned != len(slowed) - sum(one > STILL for one in slowed[turned:])):
+        raise ConfigError("GGUF tensor rope_freqs.weight is not one of 1 for the first pairs and 1e30 for the others")
+    return share_of(2 * turned, width) if slowed else QUARTER
+
+
 def _gguf(read: Metadata) -> JsonDict:
-    """llama.cpp stores which frequencies of a wide head rotate; it is the first quarter in all published models."""
+    """A file without `rope_freqs.weight` is of a published model, of which the first quarter of a wide head rotates."""
     kinds = [SLIDING if slides else FULL for slides in read.each_layer("attention.sliding_window_pattern", bool)]
     kv_heads, narrow = read.each_layer("attention.head_count_kv", int), read.count("attention.key_length_swa")
     if len(set(zip(kinds, kv_heads, strict=True))) != len(set(kinds)):
         raise ConfigError("GGUF metadata gemma4.attention.head_count_kv differs between layers of one kind")
     read.must_equal("rope.dimension_count_swa", narrow)
+    read.must_equal("attention.value_length_swa", narrow)
+    read.must_equal("rope.scaling.type", "none")
+    read.rope_scaling()
+    wide = read.head_width(1)
+    read.must_equal("rope.dimension_count", wide)
     of_kind, theta = dict(zip(kinds, kv_heads, strict=True)), read.number("rope.freq_base_swa", 1e4)
     return {
         "model_type": "gemma4",
@@ -135,12 +156,16 @@ def _gguf(read: Metadata) -> JsonDict:
         "num_key_value_heads": of_kind.get(SLIDING, 1),
         "num_global_key_value_heads": of_kind.get(FULL, 1),
         "head_dim": narrow,
-        "global_head_dim": read.count("attention.key_length"),
+        "global_head_dim": wide,
         "attention_k_eq_v": FULL in kinds and f"blk.{kinds.index(FULL)}.attn_v.weight" not in read.tensors,
         "sliding_window": read.count("attention.sliding_window"),
         "final_logit_softcapping": read.number("final_logit_softcapping", None),
         "rope_parameters": {
-            FULL: {**ROPE[FULL], "rope_theta": read.number("rope.freq_base", 1e6)},
+            FULL: {
+                **ROPE[FULL],
+                "rope_theta": read.number("rope.freq_base"),
+                "partial_rotary_factor": _turned_share(read.slowed, wide),
+            },
             SLIDING: {**ROPE[SLIDING], "rope_theta": theta},
         },
     }

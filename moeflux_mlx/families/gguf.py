@@ -6,116 +6,29 @@ family's own reader then checks, and how its tensors are called. Names and keys 
 """
 
 import itertools
+import math
 import re
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..errors import ConfigError, ModelFileError
-from ..files import JsonDict, JsonObject, JsonValue
+from ..errors import ConfigError
+from ..files import JsonDict
+from .gguf_rope import Rotations
 
-T = TypeVar("T")
-MISSING = object()
-ROPE_TYPES = ("none", "yarn")
 SIGMOID = 2  # a value of `expert_gating_func`
 
 
-class Metadata:
-    """Typed access to the metadata of one architecture; every failure names the key.
+class Metadata(Rotations):
+    """What the metadata of one architecture say, as fields of config.json."""
 
-    Attributes:
-        architecture: llama.cpp's name of the family, which begins the keys.
-        tensors: names of all tensors.
-        slowed: what the frequency of each rotated pair is divided by (`rope_freqs.weight`); none: nothing.
-    """
-
-    def __init__(self, entries: JsonObject, tensors: Container[str] = (), slowed: Sequence[float] = ()):
-        self._entries, self.tensors, self.slowed = entries, tensors, slowed
-        self.architecture = self.anywhere("general.architecture", str)
-
-    def anywhere(self, key: str, kind: type, default: JsonValue = MISSING) -> JsonValue:
-        """The value of a whole key.
-
-        Raises:
-            ModelFileError: it is missing and has no default, or has another type.
-        """
-        value = self._entries.get(key)
-        if value is None and default is not MISSING:
-            return default
-        if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
-            what = "is missing" if value is None else f"is {str(value)[:60]!a}; expected {kind.__name__}"
-            raise ModelFileError(f"GGUF metadata {key!a} {what}")
-        return value
-
-    def count(self, key: str, default: JsonValue = MISSING) -> JsonValue:
-        """An integer of this architecture."""
-        return self.anywhere(f"{self.architecture}.{key}", int, default)
-
-    def number(self, key: str, default: JsonValue = MISSING) -> JsonValue:
-        """A float of this architecture, as short as float32 needs it: 1e-6, not 9.999999974752427e-07."""
-        value = self.anywhere(f"{self.architecture}.{key}", float, default)
-        return float(str(np.float32(value))) if isinstance(value, float) else value
-
-    def flag(self, key: str, default: JsonValue = MISSING) -> JsonValue:
-        """A truth value of this architecture."""
-        return self.anywhere(f"{self.architecture}.{key}", bool, default)
-
-    def of_layers(self, key: str, layers: int) -> int:
-        """An integer that may be given for each layer, where it must be the same in all of them."""
-        value = self._entries.get(f"{self.architecture}.{key}")
-        if isinstance(value, list):
-            if len(value) < layers or len(set(value[:layers])) != 1 or type(value[0]) is not int:
-                raise ConfigError(f"GGUF metadata {self.architecture}.{key} differs by layer, which is not implemented")
-            return int(value[0])
-        return int(self.count(key))
-
-    def each_layer(self, key: str, kind: type[T]) -> list[T]:
-        """The values of a key that has one for each layer.
-
-        Raises:
-            ConfigError: it has too few, or some of another type.
-        """
-        values = self.anywhere(f"{self.architecture}.{key}", list)
-        if not 0 < self.layers <= len(values) or any(type(value) is not kind for value in values[: self.layers]):
-            raise ConfigError(f"GGUF metadata {self.architecture}.{key} has no {kind.__name__} for each layer")
-        return list(values[: self.layers])
-
-    def must_equal(self, key: str, wanted: object) -> None:
-        """Raises ConfigError: the key has another value."""
-        value = self._entries.get(f"{self.architecture}.{key}")
-        if value is not None and value != wanted:
-            raise ConfigError(
-                f"GGUF metadata {self.architecture}.{key} is {str(value)[:60]}; only {wanted} is implemented"
-            )
-
-    @property
-    def layers(self) -> int:
-        """Layers of the model, without those of draft heads, which are counted as blocks too."""
-        layers = self.count("block_count") - self.count("nextn_predict_layers", 0)
-        return int(layers)
-
-    def rope_scaling(self) -> JsonDict | None:
-        """`rope_scaling` of config.json.
-
-        Raises:
-            ConfigError: a type that is not read.
-        """
-        kind = self.anywhere(f"{self.architecture}.rope.scaling.type", str, "none")
-        if kind not in ROPE_TYPES:
-            raise ConfigError(
-                f"GGUF metadata {self.architecture}.rope.scaling.type is {kind[:60]!a}; only yarn is read"
-            )
-        if kind == "none":
-            return None
-        betas = ((name, self.number(f"rope.scaling.yarn_{name}", None)) for name in ("beta_fast", "beta_slow"))
-        return {
-            "type": kind,
-            "factor": self.number("rope.scaling.factor"),
-            "original_max_position_embeddings": self.count("rope.scaling.original_context_length"),
-            **{name: beta for name, beta in betas if beta is not None},
-        }
+    def one_full_in(self, every: int) -> None:
+        """Raises ConfigError: the last of each `every` layers is not the one that sees all positions."""
+        key = f"{self.architecture}.attention.sliding_window_pattern"
+        pattern, usual = self._value(key), [(i + 1) % every != 0 for i in range(self.layers)]
+        if pattern not in (None, every) and not (isinstance(pattern, list) and pattern[: self.layers] == usual):
+            raise ConfigError(f"GGUF metadata {key} is {str(pattern)[:60]}; only {every} is implemented")
 
     def leading_dense(self) -> int:
         """How many of the first layers have an MLP."""
@@ -134,19 +47,31 @@ class Metadata:
     def attention(self) -> JsonDict:
         """The fields of attention with heads of one size."""
         heads = self.of_layers("attention.head_count", self.layers)
-        self.must_equal("attention.value_length", self.count("attention.key_length", None))
+        width = self.head_width(heads)
         return {
             "num_attention_heads": heads,
             "num_key_value_heads": self.of_layers("attention.head_count_kv", self.layers),
-            "head_dim": self.count("attention.key_length", None) or self.count("embedding_length") // max(heads, 1),
-            "rope_theta": self.number("rope.freq_base", 10000.0),
+            "head_dim": width,
+            "rope_theta": self.theta(),
             "rope_scaling": self.rope_scaling(),
+            **self.rotated(width),
         }
+
+    def head_width(self, heads: int) -> int:
+        """Values of a head of queries, of keys and of values."""
+        width = self.count("attention.key_length", None) or self.count("embedding_length") // max(heads, 1)
+        self.must_equal("attention.value_length", width)
+        return int(width)
+
+    def rotated(self, width: int) -> JsonDict:
+        """`partial_rotary_factor`, unless all values of a head are rotated."""
+        count = self.count("rope.dimension_count", width)
+        return {} if count == width else {"partial_rotary_factor": share_of(count, width)}
 
     def share_rotated(self) -> float:
         """The share of a head's values that are rotated."""
         width = self.count("attention.key_length")
-        return float(self.count("rope.dimension_count", width) / max(width, 1))
+        return share_of(self.count("rope.dimension_count", width), width)
 
     def noaux(self) -> JsonDict:
         """The fields of DeepSeek-V3's router and shared expert."""
@@ -179,6 +104,12 @@ class Metadata:
         return {"tie_word_embeddings": "output.weight" not in self.tensors}
 
 
+def share_of(part: int, whole: int) -> float:
+    """The share of which `whole` makes `part` again when the product is cut off."""
+    share = part / max(whole, 1)
+    return share if int(whole * share) == part else math.nextafter(share, math.inf)
+
+
 @dataclass(frozen=True)
 class Change:
     """What brings a stored tensor to the model's form.
@@ -196,10 +127,15 @@ class Change:
     values: Callable[[np.ndarray], np.ndarray] | None = None
 
 
-def neighbours_apart(heads: int, rows: int) -> Change:
+def neighbours_apart(heads: int, rows: int) -> Change | None:
     """Of rows that llama.cpp orders so that the two of a rotated pair are neighbours, those of a head's first halves
-    and then those of the second ones (`LlamaModel.permute`)."""
-    stored = np.arange(rows).reshape(max(heads, 1), -1, 2)
+    and then those of the second ones (`LlamaModel.permute`).
+
+    None: the rows are not those of so many heads; the model, which needs others, refuses their number.
+    """
+    if heads < 1 or rows % (2 * heads):
+        return None
+    stored = np.arange(rows).reshape(heads, -1, 2)
     return Change(rows=stored.swapaxes(1, 2).reshape(-1))
 
 
@@ -212,14 +148,28 @@ class GgufFamily:
     """One architecture of llama.cpp.
 
     Args:
-        config: its metadata -> config.json of the family.
+        reader: its metadata -> config.json of the family.
         names: beginnings of tensors' names behind "blk.N.", and what they are behind "model.layers.N.".
         change: (config, name behind "model.layers.N.", stored shape) -> what undoes llama.cpp's change; None: nothing.
+            A tensor of another shape than the config says is not changed: the model refuses it by its shape. So no
+            number of a file decides how large an array is.
+        unread: keys that need not be read, and why, besides `gguf_keys.UNREAD`.
     """
 
-    config: Callable[[Metadata], GgufConfig]
+    reader: Callable[[Metadata], GgufConfig]
     names: tuple[tuple[str, str], ...]
     change: Changes = lambda config, name, shape: None
+    unread: Mapping[str, str] = field(default_factory=dict)
+
+    def config(self, read: Metadata) -> GgufConfig:
+        """The family's config.json.
+
+        Raises:
+            ConfigError, ModelFileError: something in the metadata is missing, or not implemented.
+        """
+        config = self.reader(read)
+        read.check_all_read(self.unread)
+        return config
 
 
 FUSED, DOWN = "ffn_gate_up_exps.weight", ("ffn_down_exps.weight", "mlp.experts.down_proj")

@@ -53,6 +53,7 @@ FAMILIES = {
 
 
 def _gguf(read: Metadata) -> JsonDict:
+    read.sections(())  # of files with an image encoder
     return {
         "model_type": "glm4_moe",
         **read.sizes(),

@@ -28,6 +28,7 @@ FAMILIES = {"gpt_oss": Family(_gpt_oss, renames=((".mlp.router.", ".mlp.gate."),
 
 def _gguf(read: Metadata) -> JsonDict:
     """llama.cpp rounds YaRN's bounds, for which the file has no key; the published model does not."""
+    read.one_full_in(2)
     config = {"model_type": "gpt_oss", **read.sizes(), **read.attention(), **read.experts()}
     scaling = config["rope_scaling"] and {**config["rope_scaling"], "truncate": False}
     width, window = read.count("expert_feed_forward_length"), read.count("attention.sliding_window")

@@ -101,14 +101,17 @@ FAMILIES = {"granitemoehybrid": Family(_granitemoehybrid, renames=RENAMES, fused
 
 def _gguf(read: Metadata) -> JsonDict:
     """A layer has as many key heads as attention has, or none."""
-    kv_heads = read.each_layer("attention.head_count_kv", int)
-    heads, inner = max(read.count("ssm.time_step_rank"), 1), read.count("ssm.inner_size")
+    kv_heads, heads = read.heads_or_none(), read.count("ssm.time_step_rank")
+    attention_heads = read.of_layers("attention.head_count", read.layers)
+    width = read.count("embedding_length") // max(attention_heads, 1)
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        read.must_equal(key, width)
     return {
         "model_type": "granitemoehybrid",
         **read.sizes(),
         **read.choice(),
         "layer_types": ["attention" if count else "mamba" for count in kv_heads],
-        "num_attention_heads": read.of_layers("attention.head_count", read.layers),
+        "num_attention_heads": attention_heads,
         "num_key_value_heads": max(kv_heads),
         "intermediate_size": read.count("feed_forward_length"),
         "shared_intermediate_size": read.count("expert_shared_feed_forward_length"),
@@ -117,10 +120,11 @@ def _gguf(read: Metadata) -> JsonDict:
         "residual_multiplier": read.number("residual_scale", 1.0),
         "logits_scaling": read.number("logit_scale", 1.0),
         "position_embedding_type": "rope" if read.flag("rope.scaling.finetuned", True) else None,
-        "rope_theta": read.number("rope.freq_base", 10000.0),
+        "rope_theta": read.theta(),
+        "rope_scaling": read.slowed_scaling(width),
         "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads,
-        "mamba_expand": inner // max(read.count("embedding_length"), 1),
+        "mamba_d_head": read.quotient("ssm.inner_size", heads),
+        "mamba_expand": read.quotient("ssm.inner_size", read.count("embedding_length")),
         "mamba_d_state": read.count("ssm.state_size"),
         "mamba_n_groups": read.count("ssm.group_count"),
         "mamba_d_conv": read.count("ssm.conv_kernel"),

@@ -54,16 +54,21 @@ def _gguf(read: Metadata) -> JsonDict:
     """A layer has as many key heads as attention has, or none. llama.cpp always normalises the routing weights of this
     architecture and knows no factor of them, as in all published models."""
     read.must_equal("expert_gating_func", SIGMOID)
-    kv_heads, dense = read.each_layer("attention.head_count_kv", int), read.count("leading_dense_block_count", 0)
+    kv_heads, dense = read.heads_or_none(), read.count("leading_dense_block_count", 0)
+    heads = read.of_layers("attention.head_count", read.layers)
+    width = read.head_width(heads)
     return {
         "model_type": "lfm2_moe",
         **read.sizes(),
         **read.experts(),
         "norm_eps": read.number("attention.layer_norm_rms_epsilon"),
         "layer_types": [FULL if count else CONV for count in kv_heads],
-        "num_attention_heads": read.of_layers("attention.head_count", read.layers),
+        "num_attention_heads": heads,
+        "head_dim": width,
+        "rope_scaling": read.rope_scaling(),
+        **read.rotated(width),
         "num_key_value_heads": max(kv_heads),
-        "rope_theta": read.number("rope.freq_base", THETA),
+        "rope_theta": read.number("rope.freq_base"),
         "intermediate_size": read.count("feed_forward_length"),
         "num_dense_layers": dense,
         "conv_L_cache": read.count("shortconv.l_cache"),

@@ -20,8 +20,7 @@ from .fields import (
     out_of_range,
     rotation,
 )
-from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, GgufFamily, Metadata
-from .gguf_rope import llama3_scaling
+from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, SIGMOID, GgufFamily, Metadata
 
 CHUNKED = "chunked_attention"
 
@@ -95,20 +94,24 @@ RENAMES = ((".feed_forward.router.", ".mlp.gate."), (".feed_forward.", ".mlp."))
 FAMILIES = {"llama4": Family(_llama4, renames=RENAMES)}
 
 
+WINDOW = 8192  # llama.cpp takes no other one
 WITHOUT_NORMS = 128  # Maverick's experts, by which llama.cpp knows that it norms no queries and keys
 
 
 def _gguf(read: Metadata) -> JsonDict:
     """Sizes of chunks and temperatures have no keys: llama.cpp takes the published ones. A window of 0 says that all
     layers rotate and see everything. Unlike Llama's, queries and keys are stored in the publisher's order."""
-    read.must_equal("attention.sliding_window_pattern", 4)
+    read.one_full_in(4)
+    read.must_equal("expert_gating_func", SIGMOID)
     attention, plain = read.attention(), read.count("attention.sliding_window", None) == 0
+    if not plain:
+        read.must_equal("attention.sliding_window", WINDOW)
     return {
         "model_type": "llama4",
         **read.sizes(),
         **attention,
         **read.choice(),
-        "rope_scaling": llama3_scaling(read.slowed, attention["rope_theta"]),
+        "rope_scaling": read.slowed_scaling(attention["head_dim"]),
         "intermediate_size": read.count("expert_feed_forward_length"),
         "intermediate_size_mlp": read.count("feed_forward_length"),
         "interleave_moe_layer_step": read.count("interleave_moe_layer_step"),

@@ -3,6 +3,7 @@
 from ..files import JsonDict
 from .fields import Family, Fields, common, experts, grouped_query, layer_count, layers
 from .gguf import ATTENTION, EXPERTS, NORM, Change, GgufFamily, Metadata, neighbours_apart
+from .gguf_keys import WINDOWLESS
 from .minimax import RENAMES
 
 
@@ -18,7 +19,9 @@ FAMILIES = {"mixtral": Family(_mixtral, renames=RENAMES)}
 def _gguf(read: Metadata) -> JsonDict:
     """Of an architecture that dense models have too, which lack the number of experts."""
     config = {"model_type": "mixtral", **read.sizes(), **read.attention(), **read.choice()}
-    return {**config, "intermediate_size": read.count("feed_forward_length")}
+    read.must_equal("rope.dimension_count", config["head_dim"])
+    scaling = read.slowed_scaling(config["head_dim"])
+    return {**config, "intermediate_size": read.count("feed_forward_length"), "rope_scaling": scaling}
 
 
 def _change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change | None:
@@ -26,4 +29,4 @@ def _change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change | Non
     return neighbours_apart(config[heads[name]], shape[0]) if name in heads else None
 
 
-GGUF = {"llama": GgufFamily(_gguf, (*ATTENTION, *NORM, *EXPERTS), _change)}
+GGUF = {"llama": GgufFamily(_gguf, (*ATTENTION, *NORM, *EXPERTS), _change, WINDOWLESS)}

@@ -27,6 +27,7 @@ from .fields import (
     sparse_layers,
 )
 from .gguf import ATTENTION, EXPERTS, NORM, OTHER_NORM, SHARED_EXPERT, Change, GgufFamily, Metadata
+from .gguf_keys import WINDOWLESS
 
 
 def _qwen2_moe(read: Fields) -> JsonDict:
@@ -146,6 +147,12 @@ def _gguf_moe(read: Metadata) -> JsonDict:
     return {"model_type": "qwen3_moe", "norm_topk_prob": True, **read.sizes(), **read.attention(), **read.experts()}
 
 
+def _gguf_layers(read: Metadata) -> JsonDict:
+    """The kind of each layer, where a list says it."""
+    recurrent = read.each_layer("attention.recurrent_layers", bool, [])
+    return {"layer_types": [LINEAR if flag else FULL for flag in recurrent]} if recurrent else {}
+
+
 def _gguf_hybrid(read: Metadata, model_type: str) -> JsonDict:
     value_heads = read.count("ssm.time_step_rank")
     return {
@@ -156,10 +163,11 @@ def _gguf_hybrid(read: Metadata, model_type: str) -> JsonDict:
         "shared_expert_intermediate_size": read.count("expert_shared_feed_forward_length"),
         "partial_rotary_factor": read.share_rotated(),
         "full_attention_interval": read.count("full_attention_interval", 4),
+        **_gguf_layers(read),
         "linear_num_key_heads": read.count("ssm.group_count"),
         "linear_num_value_heads": value_heads,
         "linear_key_head_dim": read.count("ssm.state_size"),
-        "linear_value_head_dim": read.count("ssm.inner_size") // max(value_heads, 1),
+        "linear_value_head_dim": read.quotient("ssm.inner_size", value_heads),
         "linear_conv_kernel_dim": read.count("ssm.conv_kernel"),
     }
 
@@ -180,22 +188,27 @@ def _tiled_change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change
     if not name.startswith("linear_attn.") or name == "linear_attn.norm.weight":
         return plain
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    is_one = name.endswith((".A_log", ".dt_bias", ".in_proj_a.weight", ".in_proj_b.weight"))
+    is_input, is_all = (
+        name.endswith(".out_proj.weight"),
+        is_one or name.endswith((".in_proj_z.weight", ".out_proj.weight")),
+    )
+    width = 1 if is_one else config["linear_value_head_dim"]
+    first = 0 if is_all else 2 * keys * config["linear_key_head_dim"]
+    if shape[-1 if is_input else 0] != first + values * width or keys < 1 or values % keys:
+        return plain
     heads = np.arange(values).reshape(-1, keys).T.reshape(-1)  # ours are grouped by key head
-    if name.endswith((".A_log", ".dt_bias", ".in_proj_a.weight", ".in_proj_b.weight")):
-        return replace(plain or Change(), rows=heads)
-    width = config["linear_value_head_dim"]
     each = (heads[:, None] * width + np.arange(width)).reshape(-1)
-    if name.endswith(".out_proj.weight"):
+    if is_input:
         return Change(columns=each)
-    first = 0 if name.endswith(".in_proj_z.weight") else 2 * keys * config["linear_key_head_dim"]
     return replace(plain or Change(), rows=np.concatenate([np.arange(first), first + each]))
 
 
 def _gguf_qwen3_5(read: Metadata) -> JsonDict:
     config = _gguf_hybrid(read, "qwen3_5_moe")
-    sections = read.anywhere(f"{read.architecture}.rope.dimension_sections", list, [11, 11, 10])
-    rope = {"rope_type": "default", "rope_theta": config["rope_theta"], "mrope_section": sections[:3]}
-    return {**config, "rope_parameters": {**rope, "partial_rotary_factor": config["partial_rotary_factor"]}}
+    rope = {name: config[name] for name in ("rope_theta", "partial_rotary_factor")}
+    scaling = config["rope_scaling"] or {"type": "default"}
+    return {**config, "rope_parameters": {**rope, "mrope_section": read.sections((11, 11, 10)), **scaling}}
 
 
 LINEAR_NAMES = (
@@ -214,5 +227,5 @@ GGUF = {
     "qwen3moe": GgufFamily(_gguf_moe, (*ATTENTION, *NORM, *EXPERTS)),
     "qwen3next": GgufFamily(lambda read: _gguf_hybrid(read, "qwen3_next"), HYBRID_NAMES, _plain_change),
     "qwen35moe": GgufFamily(_gguf_qwen3_5, HYBRID_NAMES, _tiled_change),
-    "qwen2moe": GgufFamily(_gguf_qwen2, (*ATTENTION, *NORM, *EXPERTS, *SHARED_EXPERT), _plain_change),
+    "qwen2moe": GgufFamily(_gguf_qwen2, (*ATTENTION, *NORM, *EXPERTS, *SHARED_EXPERT), _plain_change, WINDOWLESS),
 }

@@ -15,21 +15,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, ModelFileError
+from ..errors import ConfigError, ModelFileError, TokenizerError
 from ..families.gguf import GgufFamily, Metadata, renamed_tensor
+from ..families.gguf_keys import SLOWED
 from ..families.registry import GGUF
 from ..files import kept_files, read_json, replace_file, user_path
 from ..formats.checkpoint import COPIED, Checkpoint, Tensor, open_checkpoint
-from ..formats.gguf_file import GgufFile, gguf_file, open_gguf
+from ..formats.gguf_file import Blocks, GgufFile, gguf_file, open_gguf
 from ..formats.hub import Repository, cached_snapshot, looks_like_repo
+from ..kinds.limits import WIDEST_HEAD
+from ..spec import ModelArgs
+from ..text.ends import all_ends
 from ..text.gguf_tokens import generation_file, template_of, tokenizer_files
-from ..text.tokenizer import VOCABULARY_FILES
-from .gguf_tensors import as_tensor, raw_rows
+from ..text.tokenizer import VOCABULARY_FILES, load_tokenizer, stated_ends
+from .gguf_tensors import as_tensor, dequantized
 
 KEY = "gguf"  # in config.json
 HUB = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+)/?")
-TEMPLATE = "chat_template.jinja"
-SLOWED = "rope_freqs.weight"  # what frequencies are divided by, which follows from the configuration
+TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 
 
 def described(path: Path, tokenizer: Path | None = None) -> Path | None:
@@ -54,15 +57,41 @@ def described(path: Path, tokenizer: Path | None = None) -> Path | None:
     files["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (*COPIED, "config.json"):
-            file, data = folder / name, files.get(name)
-            if data is None:
-                file.unlink(missing_ok=True)
-            elif not file.is_file() or file.read_bytes() != data:
-                replace_file(file, [data])
+        for name in (*(name for name in COPIED if name != GENERATION), "config.json"):
+            _keep(folder / name, files.get(name))
+        _keep(folder / GENERATION, _generation(whole, beside, folder))
     except OSError as error:
         raise ModelFileError(f"{folder} cannot be written: {error.strerror or error}") from None
     return folder
+
+
+def _keep(file: Path, data: bytes | None) -> None:
+    """Gives a file this content; None: there is no such file."""
+    if data is None:
+        file.unlink(missing_ok=True)
+    elif not file.is_file() or file.read_bytes() != data:
+        replace_file(file, [data])
+
+
+def _generation(whole: GgufFile, beside: Path, folder: Path) -> bytes | None:
+    """generation_config.json with every token that ends an answer; None: there is none.
+
+    Args:
+        beside: the directory of the tokenizer's files, if they are not made from the metadata.
+        folder: has the tokenizer's files.
+    """
+    file = beside / GENERATION
+    config = read_json(file) if file.is_file() and _has_vocabulary(beside) else {}
+    named = json.loads(generation_file(whole.metadata).get(GENERATION, b"{}"))
+    ends = stated_ends(named, whole.files[0]) + stated_ends(config, file)
+    with suppress(TokenizerError):  # whoever needs the tokenizer gets the error
+        ends = all_ends(ends, load_tokenizer(folder))
+    made = {**config, "eos_token_id": ends} if ends else config
+    return json.dumps(made).encode() if made else None
+
+
+def _has_vocabulary(path: Path) -> bool:
+    return any((path / name).is_file() for name in VOCABULARY_FILES)
 
 
 def tokenizer_folder(tokenizer: str | Path | None) -> Path | None:
@@ -84,13 +113,13 @@ def base_tokenizer(first: Path, download: bool = False) -> Path | None:
     """
     url = open_gguf(first).metadata.get("general.base_model.0.repo_url")
     match = HUB.fullmatch(url) if isinstance(url, str) else None
-    if match is None or any((first.parent / name).is_file() for name in VOCABULARY_FILES):
+    if match is None or _has_vocabulary(first.parent):
         return None
     folder = cached_snapshot(match[1], None, list(COPIED))
     if folder is None and download:
         with suppress(ModelFileError):  # its metadata have a tokenizer too
             folder = Repository.look_up(match[1]).snapshot(list(COPIED))
-    return folder if folder is not None and any((folder / name).is_file() for name in VOCABULARY_FILES) else None
+    return folder if folder is not None and _has_vocabulary(folder) else None
 
 
 def described_files(folder: Path) -> tuple[Path, ...]:
@@ -108,6 +137,7 @@ def open_source(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
     if shards_in:
         raise ModelFileError(f"--shards-in is for safetensors files; the files of {files[0]} must lie in one directory")
     whole = open_gguf(files[0])
+    ModelArgs.from_dict(_config(whole))  # before anything is made of a number of the file
     tensors: dict[str, Tensor] = {}
     for tensor in _tensors(whole):
         if tensor.name in tensors:
@@ -117,15 +147,23 @@ def open_source(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
 
 
 def _family(whole: GgufFile) -> tuple[Metadata, GgufFamily]:
-    blocks = whole.tensors.get(SLOWED)
-    slowed = [] if blocks is None or blocks.type != "F32" else raw_rows(blocks).view("<f4").reshape(-1).tolist()
-    read = Metadata(whole.metadata, whole.tensors, slowed)
+    read = Metadata(whole.metadata, whole.tensors, _slowed(whole.tensors.get(SLOWED)))
     if read.architecture not in GGUF:
         raise ConfigError(
             f"{whole.files[0]}: GGUF files of the architecture {read.architecture[:60]!a} are not read; read are "
             f"{', '.join(GGUF)}"
         )
     return read, GGUF[read.architecture]
+
+
+def _slowed(blocks: Blocks | None) -> list[float]:
+    """The values of `rope_freqs.weight`."""
+    if blocks is None:
+        return []
+    if blocks.shape[-1] > WIDEST_HEAD or len(blocks.shape) > 1:
+        raise ModelFileError(f"{blocks.file}: tensor {SLOWED} has the shape {blocks.shape}, more than any head has")
+    values: list[float] = dequantized(blocks).tolist()
+    return values
 
 
 def _config(whole: GgufFile) -> dict[str, Any]:
@@ -151,11 +189,10 @@ def _tensors(whole: GgufFile) -> Iterator[Tensor]:
 def _small_files(whole: GgufFile, beside: Path, is_given: bool) -> Iterator[tuple[str, bytes]]:
     """The tokenizer's files with their contents: those of the directory `beside`, or what the metadata say."""
     of_base = {name: beside / name for name in COPIED if (beside / name).is_file()}
-    yield from generation_file(whole.metadata).items()
     template, settings = template_of(whole.metadata), of_base.get("tokenizer_config.json")
     if template is not None and (settings is None or "chat_template" not in read_json(settings)):
         yield TEMPLATE, template
-    if of_base.keys() & set(VOCABULARY_FILES):
+    if _has_vocabulary(beside):
         yield from ((name, file.read_bytes()) for name, file in of_base.items())
     elif is_given:
         raise ModelFileError(f"{beside} has no {' or '.join(VOCABULARY_FILES)}; --tokenizer takes a directory with one")

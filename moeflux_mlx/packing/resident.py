@@ -105,6 +105,7 @@ def plan_resident(
         ModelFileError: a tensor is missing or misshapen.
     """
     ours = needed(args, stored_forms(tensors), kind)
+    _check_rows(ours, tensors)
     shards = _shards(args, tensors, form.block[0])
     fused = _fused_matrices(args, tensors, shards)
     parted = {
@@ -133,6 +134,18 @@ def plan_resident(
     sources += [ZeroSource(name, ours.plain[name]) for name in lacking]
     sources.sort(key=lambda source: source.written[0].name)
     return ResidentPlan(tuple(sources))
+
+
+def _check_rows(ours: Needed, tensors: Mapping[str, Tensor]) -> None:
+    """Checks the rows of matrices before lists of them are made, which a wrong number in a file would make huge.
+
+    Raises:
+        ModelFileError: a matrix needs more than any tensor has.
+    """
+    most = max((math.prod(tensor.shape[:-1]) for tensor in tensors.values()), default=0)
+    for path, shape in ours.matrices.items():
+        if shape[0] > most:
+            raise ModelFileError(f"no tensor has more than {most} rows; the model needs {shape[0]} for {path}.weight")
 
 
 def override(quant: Quant | None) -> JsonDict | bool:

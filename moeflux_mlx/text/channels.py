@@ -255,3 +255,10 @@ def channels_of(markers: Set[str]) -> Channels:
         filter(re.compile(r"<(longcat_)?think(:[\w-]+)?>|\[THINK\]").fullmatch, markers), key=THINK.start.__ne__
     )
     return Channels(tags[-1], f"{tags[-1][0]}/{tags[-1][1:]}") if tags else THINK
+
+
+def closes_messages(tokens: Set[str]) -> frozenset[str]:
+    """The tokens of a vocabulary that close a message of an answer, after which the answer goes on."""
+    channels = channels_of(tokens)
+    of_pairs = {END} if any(kind.ends <= tokens for kind in (HARMONY, SOLAR)) else frozenset()
+    return channels.tags - channels.ends | of_pairs

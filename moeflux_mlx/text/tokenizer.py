@@ -249,7 +249,15 @@ def _stop_ids(path: Path, own: int | None) -> list[int]:
 
 
 def _eos_entry(file: Path) -> list[int]:
-    config = _read_json(file)
+    return stated_ends(_read_json(file), file)
+
+
+def stated_ends(config: JsonObject, file: Path) -> list[int]:
+    """The tokens that the content of `file` says end a generation.
+
+    Raises:
+        TokenizerError: they are not token ids.
+    """
     text_config = config.get("text_config")
     entry = config.get("eos_token_id")
     if entry is None and isinstance(text_config, dict):

@@ -232,6 +232,27 @@ def test_tokenizer_files_beside_it_or_given(tmp_path):
         resolve(goldens.checkpoint_dir("qwen3_moe"), tokenizer=base)
 
 
+def test_ends_that_no_key_names(tmp_path):
+    """By their texts, in the metadata or in files beside them, whose own generation_config.json names others."""
+    ids = {"tokenizer.ggml.eos_token_id": goldens.text_config("qwen3_moe")["vocab_size"] - 3}  # <|endoftext|>
+    path, base = tmp_path / "m.gguf", tmp_path / "base"
+    gguf_models.write_gguf(path, "qwen3_moe", mixed(MIXED), ids)
+    assert ends_of(path) == {"<|im_end|>", "<|endoftext|>"}
+    base.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (base / name).write_bytes((resolve(path) / name).read_bytes())
+    (base / "generation_config.json").write_text('{"eos_token_id": 3, "top_k": 20}')
+    assert ends_of(path, tokenizer=base) == {"<|im_end|>", "<|endoftext|>", load(path)[1].decode([3])}
+    convert(path, tmp_path / "packed", tokenizer=base)
+    kept = json.loads((tmp_path / "packed" / "generation_config.json").read_text())
+    assert kept["top_k"] == 20 and len(kept["eos_token_id"]) == 3
+
+
+def ends_of(path, **options):
+    _, tokenizer = load(path, **options)
+    return {tokenizer.decode([end]) for end in tokenizer.eos_token_ids}
+
+
 # ---- commands
 
 

@@ -1,0 +1,77 @@
+"""Which tokens end an answer of a GGUF: what is stated, what texts say, and what the template writes."""
+
+import pytest
+from test_gguf_tokens import metadata
+
+from moeflux_mlx.text.byte_pairs import byte_alphabet
+from moeflux_mlx.text.ends import TEXTS, all_ends
+from moeflux_mlx.text.gguf_tokens import tokenizer_files
+from moeflux_mlx.text.tokenizer import load_tokenizer
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>")
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def ends(tmp_path, tokens, template=None, stated=()):
+    """Returns the texts of the ends; `tokens` are {text: type}, and `stated` texts of tokens."""
+    letters = list(byte_alphabet())
+    described = metadata(
+        tokens=[*letters, "he", *tokens],
+        token_type=[NORMAL] * (len(letters) + 1) + list(tokens.values()),
+        eos_token_id=None,
+        eot_token_id=None,
+    )
+    for name, data in tokenizer_files(described).items():
+        (tmp_path / name).write_bytes(data)
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(tmp_path)
+    ids = [tokenizer.convert_tokens_to_ids(text) for text in stated]
+    inverse = {i: text for text, i in tokenizer.get_vocab().items()}
+    return [inverse[i] for i in all_ends(ids, tokenizer)]
+
+
+def test_ends_by_text(tmp_path):
+    """Kimi K2's, of which the metadata name one; a token of ordinary text is none."""
+    tokens = {"[BOS]": CONTROL, "[EOS]": CONTROL, "[EOT]": CONTROL, "<|im_end|>": CONTROL, "<|im_user|>": CONTROL}
+    assert ends(tmp_path, tokens, stated=["[EOS]"]) == ["[EOS]", "[EOT]", "<|im_end|>"]
+    assert ends(tmp_path, {"<|im_end|>": USER_DEFINED, "<EOT>": NORMAL}) == ["<|im_end|>"]
+    assert ends(tmp_path, {"</s>": CONTROL}) == ["</s>"]
+    assert ends(tmp_path, {"</s>": USER_DEFINED, "<turn|>": CONTROL}) == ["<turn|>"], "HTML of Gemma"
+
+
+def test_texts_are_those_of_llama_cpp(tmp_path):
+    assert set(ends(tmp_path, dict.fromkeys(sorted(TEXTS), CONTROL))) == TEXTS - {"<|end|>"}
+    assert {"<|eot_id|>", "<end_of_turn>", "<|observation|>", "[e~[", "<|file_sep|>"} <= TEXTS
+
+
+def test_what_closes_a_message_is_no_end(tmp_path):
+    """Also where the metadata call it one; beside other tokens it is."""
+    harmony = dict.fromkeys(HARMONY, CONTROL)
+    assert ends(tmp_path, harmony, stated=["<|end|>", "<|return|>"]) == ["<|return|>", "<|call|>"]
+    solar = dict.fromkeys(("<|end|>", "<|calls|>", "<|flush|>"), CONTROL)
+    assert ends(tmp_path, solar) == ["<|calls|>", "<|flush|>"]
+    phi = {"<|end|>": CONTROL, "<|assistant|>": CONTROL}
+    assert ends(tmp_path, phi) == ["<|end|>"]
+
+
+@pytest.mark.parametrize(
+    "tokens, template, wanted",
+    [
+        (("<|im_start|>", "<|close|>"), CHATML.replace("<|im_end|>", "\n <|close|>"), ["<|close|>"]),
+        (
+            ("<|user|>", "<|assistant|>"),
+            "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}",
+            ["<|user|>"],
+        ),
+        (("<|im_start|>",), CHATML.replace("<|im_end|>", ""), ["<|im_start|>"]),
+        (HARMONY, CHATML.replace("<|im_end|>", "<|end|>"), ["<|return|>", "<|call|>"]),
+        (("</answer>",), CHATML.replace("<|im_end|>", "</answer>"), []),
+        (("<|x|>",), "{{ raise_exception('no') }}<|x|>", []),
+        (("<|x|>",), "{{ broken", []),
+    ],
+    ids=["chatml", "next turn", "opens", "harmony", "tag", "raises", "broken"],
+)
+def test_what_the_template_closes_turns_with(tmp_path, tokens, template, wanted):
+    assert ends(tmp_path, dict.fromkeys(tokens, CONTROL), template) == wanted
