@@ -4,7 +4,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from .cli.run import Parser, execute  # first: where MLX is missing, it says so
@@ -12,12 +11,13 @@ from .cli.run import Parser, execute  # first: where MLX is missing, it says so
 # isort: split
 from .calibration.convert import DEFAULT_TEXT, Calibration, convert_calibrated, plan_calibrated
 from .calibration.rounding import CALIBRATED_METHODS, GPTQ
+from .cli.fetching import downloaded
 from .cli.interrupts import INTERRUPTED
 from .cli.options import add_tokenizer, gigabytes
 from .cli.planning import reading_line
 from .cli.terminal import agree, note
 from .engine.machine import default_dtype
-from .engine.remote import Remote, is_remote
+from .engine.remote import is_remote
 from .engine.weights import open_weights
 from .errors import ConfigError
 from .files import user_path
@@ -85,23 +85,14 @@ def run(options: argparse.Namespace) -> int:
         return 0
     try:
         if quant_of(options.hf_path)[1] is not None and is_remote(options.hf_path):
-            options.hf_path, options.revision = str(_downloaded(options.hf_path, options.revision)), None
+            # whole, since each expert lies in several tensors
+            options.hf_path, options.revision = str(downloaded(options.hf_path, options.revision, yes=True)), None
         report = _convert(options)
     except KeyboardInterrupt:
         note("interrupted; run the same command again to resume")
         return INTERRUPTED
     _print_report(report, options)
     return 0
-
-
-def _downloaded(name: str, revision: str | None) -> Path:
-    """The first file of a repository's GGUF model, which is downloaded whole: its experts lie in several tensors."""
-    remote = Remote.look_up_or_cached(name, revision)
-    if isinstance(remote, Path):
-        return remote
-    if remote.missing:
-        note(remote.disk)
-    return remote.download(shown=remote.missing > 0)
 
 
 def _convert(options: argparse.Namespace) -> ConversionReport:

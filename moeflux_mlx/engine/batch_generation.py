@@ -13,13 +13,14 @@ import mlx.core as mx
 
 from ..caches.layer_cache import LayerCache
 from ..errors import DeviceError, RequestError
+from ..foreign import BATCHES
 from ..model.decoder import Model
 from ..model.step import MAX_ROWS
 from ..text.tokenizer import TokenizerWrapper
 from .batch import advance_together
 from .decoding import Decoding
 from .generation import check_max_tokens, encoded
-from .keywords import BATCHES, public
+from .keywords import public
 from .prefill import Prefill
 from .prompt import Prompt, checked_prompt
 from .sampling import LogitsProcessor, Sampler

@@ -12,8 +12,7 @@ from tiny_models import tiny_directory
 import moeflux_mlx
 from moeflux_mlx.engine.batch_generation import BatchGenerator, BatchOptions
 from moeflux_mlx.engine.generation import GenerationOptions, generate_step
-from moeflux_mlx.engine.keywords import BATCHES, GENERATION, LOADING
-from moeflux_mlx.public import REPLACED_NAMES
+from moeflux_mlx.foreign import BATCHES, GENERATION, LOADING, REPLACED_NAMES
 
 MANUAL = (Path(__file__).resolve().parents[2] / "docs" / "library.md").read_text(encoding="utf-8")
 DIFFERENCES = MANUAL[MANUAL.index("\n## What differs from mlx-lm\n") :].split("\n## ")[1]
