@@ -176,7 +176,7 @@ def _by_word(words_of: Mapping[str, str]) -> dict[str, str]:
 _REMEDIES, _COMMANDS = _by_word(REMEDIES), _by_word(COMMANDS)
 
 
-def replaced(**defaults: Any) -> Replacements:
+def replaced(**defaults: int | None) -> Replacements:
     """Arguments of one of mlx-lm's functions that are missing here, given with mlx-lm's defaults."""
     return {name: Replaced(_REMEDIES[name].format(**IN_LIBRARY), value) for name, value in defaults.items()}
 

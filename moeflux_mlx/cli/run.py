@@ -5,7 +5,7 @@ import errno
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
@@ -27,7 +27,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, command: str, description: str):
         super().__init__(prog=program(command), description=description, allow_abbrev=False)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: None = None
+    ) -> argparse.Namespace:
         """As of argparse, which takes the foreign `-hf` for `-h` and `f`."""
         words = list(sys.argv[1:] if args is None else args)
         given = [word.split("=")[0] for word in words[: words.index("--") if "--" in words else None]]
@@ -35,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         foreign = {word: remedy_of_option(word, own) for word in given if word.startswith("-") and word not in own}
         if lines := [f"{word}: {remedy}" for word, remedy in foreign.items() if remedy]:
             self.error("; ".join(lines))
-        return super().parse_known_args(words, namespace)
+        return super().parse_args(words)
 
     def error(self, message: str) -> NoReturn:
         unknown, meant = [word.split("=")[0] for word in message.split() if word.startswith("-")], ""
