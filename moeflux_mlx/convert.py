@@ -19,7 +19,7 @@ from .cli.terminal import agree, note
 from .engine.machine import default_dtype
 from .engine.remote import is_remote
 from .engine.weights import open_weights
-from .errors import ConfigError
+from .errors import ConfigError, counted
 from .files import user_path
 from .formats.hub import quant_of
 from .formats.packed import FOLDER
@@ -164,10 +164,6 @@ def _without_effect(report: ConversionReport, options: argparse.Namespace) -> li
     return [f"note: {', '.join(vain)} had no effect: the weights are already quantised and were copied{more}"]
 
 
-def _files(count: int) -> str:
-    return f"{count} file{'s' if count != 1 else ''}"
-
-
 def _print_report(report: ConversionReport, options: argparse.Namespace) -> None:
     lines = []
     if options.requantize and not report.lossy:
@@ -180,10 +176,10 @@ def _print_report(report: ConversionReport, options: argparse.Namespace) -> None
     if not any((report.path / name).exists() for name in VOCABULARY_FILES):
         lines.append(f"warning: the checkpoint has no {' or '.join(VOCABULARY_FILES)}; generate needs one of them")
     if report.kept:
-        lines.append(f"kept {_files(len(report.kept))} of an earlier run")
+        lines.append(f"kept {counted(len(report.kept), 'file')} of an earlier run")
     if report.repaired:
         names = ", ".join(report.repaired[:3]) + (", ..." if len(report.repaired) > 3 else "")
-        lines.append(f"repaired {_files(len(report.repaired))} of an earlier run, damaged or missing: {names}")
+        lines.append(f"repaired {counted(len(report.repaired), 'file')} of an earlier run, damaged or missing: {names}")
     if report.linked:
         lines.append("layer files are hard links to the checkpoint's: they share its disk space")
     if report.recipe is not None:

@@ -22,6 +22,12 @@ JsonDict: TypeAlias = dict[str, JsonValue]  # which is built
 PACKAGE = Path(__file__).resolve().parent
 
 
+def in_units(nbytes: float) -> str:
+    """A number of bytes for a message, in the largest unit of which there is one: "12.3 GB", "0.4 kB" for 400."""
+    unit, name = next(((one, name) for one, name in ((1e9, "GB"), (1e6, "MB")) if nbytes >= one), (1e3, "kB"))
+    return f"{nbytes / unit:.1f} {name}"
+
+
 def existing_parent(path: Path) -> Path:
     """The nearest folder on the way to `path` that is there, or `path` itself."""
     return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
