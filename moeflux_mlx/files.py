@@ -22,10 +22,9 @@ JsonDict: TypeAlias = dict[str, JsonValue]  # which is built
 PACKAGE = Path(__file__).resolve().parent
 
 
-def in_units(nbytes: float) -> str:
-    """A number of bytes for a message, in the largest unit of which there is one: "12.3 GB", "0.4 kB" for 400."""
-    unit, name = next(((one, name) for one, name in ((1e9, "GB"), (1e6, "MB")) if nbytes >= one), (1e3, "kB"))
-    return f"{nbytes / unit:.1f} {name}"
+def in_gb(nbytes: float) -> str:
+    """A number of bytes for a message, which is not 0.0 for a small one: "12.3 GB", "0.039 GB"."""
+    return f"{nbytes / 1e9:{'.1f' if nbytes >= 1e8 else '.2g'}} GB"
 
 
 def existing_parent(path: Path) -> Path:
