@@ -96,7 +96,7 @@ def token_ids(tokens: Sequence[int] | np.ndarray | mx.array, vocab_size: int, na
     if values.dtype.kind in "OU":
         kind = f"a list of {type(tokens[0]).__name__}" if values.ndim else type(tokens).__name__
         raise RequestError(
-            f"{name} is {kind}; give text, one row of token ids, or what tokenizer.apply_chat_template(messages) returns"
+            f"{name} is {kind}; give text, one row of token ids, or tokenizer.apply_chat_template(messages)"
         )
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise RequestError(f"{name} is {values.dtype} {values.shape}; give text or one row of token ids")

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from ..errors import NotPackedError
-from ..files import in_gb, read_json
+from ..files import read_json, shown_gb
 from ..formats.gguf_file import SUFFIX
 from ..formats.packed import FOLDER, LAYOUT, STATE
 from ..formats.record import ExpertLayout, Quants, stated_quants
@@ -43,7 +43,7 @@ def not_packed_error(source: str, folder: Path) -> NotPackedError:
     beside = "the checkpoint" if Path(source).exists() else "at most two of the checkpoint's files"
     return NotPackedError(
         f"{source} is not packed (no {FOLDER}/{LAYOUT}); run: {command}  "
-        f"(the experts take {in_gb(_layout(args, form).total_bytes)} of disk, besides {beside})"
+        f"(the experts take {shown_gb(_layout(args, form).total_bytes)} of disk, besides {beside})"
     )
 
 
