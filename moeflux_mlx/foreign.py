@@ -157,6 +157,7 @@ COMMANDS = {
     "curl http://127.0.0.1:8080/v1/models, which says of each model of moeflux serve whether it is loaded": "ps",
     "Ctrl-C where moeflux serve runs; its --idle-minutes unloads a model that nobody uses": "stop",
     "hf upload ORG/NAME MODEL": "push upload",
+    "ln -s MODEL NAME, of the model's directory, whose name clients see": "cp",
     "hf auth login, or set HF_TOKEN": "signin login",
     "mlx_lm.lora and mlx_lm.fuse, then moeflux convert; this package does not train": "lora fuse train finetune",
 }

@@ -24,7 +24,7 @@ LLAMA_CPP = (
     "--grammar --json-schema -ts -sm -mg --rope-freq-base --override-kv --embedding --chat-template-kwargs "
     "--reasoning-budget --temp --top-k --top-p --min-p --verbose -v --no-warmup --hf-repo --metrics"
 )
-OLLAMA = "run pull show ps list ls rm stop create push serve"
+OLLAMA = "run pull show ps list ls rm cp stop create push signin serve"
 
 
 def parser_of(command):
@@ -81,6 +81,16 @@ def test_the_library_and_the_commands_use_one_table(capsys):
     remedy = GENERATION["max_kv_size"].remedy
     assert remedy.endswith("load(kv_bits=8) makes them about half as large")
     assert remedy.replace("load(kv_bits=8)", "--kv-bits 8") in said(["generate", "--max-kv-size", "4"], capsys)
+
+
+def test_the_value_that_mlx_lm_gives_verbose_is_explained(capsys):
+    assert main(["generate", "--prompt", "Hi", "--verbose", "False"]) == 1
+    assert capsys.readouterr().err.endswith("leave one of them out; --verbose takes no value here\n")
+
+
+def test_a_name_of_ollama_hears_where_names_are(capsys):
+    assert main(["chat", "--model", "qwen3:30b"]) == 1
+    assert capsys.readouterr().err.endswith("or a repo id org/name, such as moeflux models lists\n")
 
 
 def test_an_option_of_ours_that_has_another_meaning_elsewhere(capsys):
