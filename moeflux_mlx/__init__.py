@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import moeflux_mlx.generate  # noqa: F401  (now: a package that is imported later takes the place of the function)
 
+from .foreign import REPLACED_NAMES
 from .process import check_mlx
 from .version import VERSION as __version__  # noqa: F401
 
@@ -29,8 +30,8 @@ else:
             public = import_module("moeflux_mlx.public")
             if name in (*public.__all__, "__all__"):
                 return getattr(public, name)
-            if name in public.REPLACED_NAMES:  # for an AttributeError, `from moeflux_mlx import X` has words of its own
-                raise ImportError(f"moeflux_mlx has no {name}: {public.REPLACED_NAMES[name]}")
+            if name in REPLACED_NAMES:  # for an AttributeError, `from moeflux_mlx import X` has words of its own
+                raise ImportError(f"moeflux_mlx has no {name}: {REPLACED_NAMES[name]}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

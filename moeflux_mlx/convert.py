@@ -5,7 +5,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from .cli.run import Parser, execute  # first: where MLX is missing, it says so
@@ -13,14 +12,15 @@ from .cli.run import Parser, execute  # first: where MLX is missing, it says so
 # isort: split
 from .calibration.convert import DEFAULT_TEXT, Calibration, convert_calibrated, plan_calibrated
 from .calibration.rounding import CALIBRATED_METHODS, GPTQ
+from .cli.fetching import downloaded
 from .cli.interrupts import INTERRUPTED
 from .cli.options import Adder, add_tokenizer, add_without_correction_bias
 from .cli.planning import reading_line
 from .cli.terminal import agree, note
 from .engine.machine import default_dtype
-from .engine.remote import Remote, is_remote
+from .engine.remote import is_remote
 from .engine.weights import open_weights
-from .errors import ConfigError
+from .errors import ConfigError, counted
 from .files import user_path
 from .formats.hub import quant_of
 from .formats.packed import FOLDER
@@ -86,23 +86,14 @@ def run(options: argparse.Namespace) -> int:
         return 0
     try:
         if quant_of(options.hf_path)[1] is not None and is_remote(options.hf_path):
-            options.hf_path, options.revision = str(_downloaded(options.hf_path, options.revision)), None
+            # whole, since each expert lies in several tensors
+            options.hf_path, options.revision = str(downloaded(options.hf_path, options.revision, yes=True)), None
         report = _convert(options)
     except KeyboardInterrupt:
         note("interrupted; run the same command again to resume")
         return INTERRUPTED
     _print_report(report, options)
     return 0
-
-
-def _downloaded(name: str, revision: str | None) -> Path:
-    """The first file of a repository's GGUF model, which is downloaded whole: its experts lie in several tensors."""
-    remote = Remote.look_up_or_cached(name, revision)
-    if isinstance(remote, Path):
-        return remote
-    if remote.missing:
-        note(remote.disk)
-    return remote.download(shown=remote.missing > 0)
 
 
 def _convert(options: argparse.Namespace) -> ConversionReport:
@@ -183,10 +174,6 @@ def _fallbacks(report: ConversionReport) -> list[str]:
     ]
 
 
-def _files(count: int) -> str:
-    return f"{count} file{'s' if count != 1 else ''}"
-
-
 def _print_report(report: ConversionReport, options: argparse.Namespace) -> None:
     lines = []
     if options.requantize and not report.lossy:
@@ -199,10 +186,10 @@ def _print_report(report: ConversionReport, options: argparse.Namespace) -> None
     if not any((report.path / name).exists() for name in VOCABULARY_FILES):
         lines.append(f"warning: the checkpoint has no {' or '.join(VOCABULARY_FILES)}; generate needs one of them")
     if report.kept:
-        lines.append(f"kept {_files(len(report.kept))} of an earlier run")
+        lines.append(f"kept {counted(len(report.kept), 'file')} of an earlier run")
     if report.repaired:
         names = ", ".join(report.repaired[:3]) + (", ..." if len(report.repaired) > 3 else "")
-        lines.append(f"repaired {_files(len(report.repaired))} of an earlier run, damaged or missing: {names}")
+        lines.append(f"repaired {counted(len(report.repaired), 'file')} of an earlier run, damaged or missing: {names}")
     if report.linked:
         lines.append("layer files are hard links to the checkpoint's: they share its disk space")
     if report.recipe is not None:

@@ -41,6 +41,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {names[nearest[0]]}?" if nearest else ""
 
 
+def counted(number: int, noun: str) -> str:
+    """As in "1 request" and "2 requests"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 class MoefluxError(Exception):
     """Base of all errors raised on purpose; `str(error)` is one line meant for the user."""
 

@@ -24,6 +24,11 @@ JsonDict: TypeAlias = dict[str, JsonValue]  # which is built
 PACKAGE = Path(__file__).resolve().parent
 
 
+def shown_gb(nbytes: float) -> str:
+    """A number of bytes for a message, which is not 0.0 for a small one: "12.3 GB", "0.039 GB"."""
+    return f"{nbytes / 1e9:{'.1f' if nbytes >= 1e8 else '.2g'}} GB"
+
+
 def existing_parent(path: Path) -> Path:
     """The nearest folder on the way to `path` that is there, or `path` itself."""
     return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())

@@ -21,6 +21,8 @@ from .engine.engine import Engine
 from .engine.locate import resolve
 from .errors import RequestError
 from .spec import ModelArgs
+from .text.history import History
+from .text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from .server.companion import Companion
@@ -57,12 +59,15 @@ def load(options: argparse.Namespace, program: AgentProgram) -> Engine:
     """The options' model.
 
     Raises:
-        RequestError: its texts are too short for the program.
+        RequestError: its texts are too short for the program, or it calls no tools, and the program needs them.
     """
-    model = local_model(options)
-    limit = ModelArgs.from_file(resolve(model, options.revision, tokenizer=options.tokenizer)).max_position_embeddings
+    model, name = local_model(options), model_name(options.model)
+    path = resolve(model, options.revision, tokenizer=options.tokenizer)
+    limit = ModelArgs.from_file(path).max_position_embeddings
     if limit < program.least_context:
-        raise RequestError(f"{model_name(options.model)} takes {_too_short(limit, program)}; give another --model")
+        raise RequestError(f"{name} takes {_too_short(limit, program)}; give another --model")
+    if program.needs_tools and History(load_tokenizer(path)).dialect is None:
+        raise RequestError(f"{name} calls no tools, which {program.command} needs; give another --model")
     return load_named(options, model)
 
 
@@ -98,10 +103,10 @@ def parser() -> argparse.ArgumentParser:
         "--verbose", action="store_true", help="also print the sizes of prompt pieces and the time to load"
     )
     add_sampling_defaults(made)
-    add_model_options(made)
+    add_model_options(made, pool_share=POOL_SHARE)
     add_prompt_cache_options(made, with_file=False)
     made.set_defaults(
-        pool_share=POOL_SHARE, seed=None, host="127.0.0.1", port=0, allowed_host=[], cors_origin=[], sessions=4,
+        seed=None, host="127.0.0.1", port=0, allowed_host=[], cors_origin=[], sessions=4,
         queue=64, keep_agent_headers=False, allow_image_urls=False, quiet=True, idle_minutes=None,
         parallel=None, decode_share=DECODE_SHARE,
     )  # fmt: skip

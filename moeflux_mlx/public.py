@@ -67,11 +67,3 @@ __all__ = [
     "state_size",
     "stream_generate",
 ]
-
-# Functions of mlx-lm for caches, and what replaces them here.
-REPLACED_NAMES = {
-    "can_trim_prompt_cache": "ask is_trimmable() of each cache",
-    "load_prompt_cache": "use PromptFile with reuse_prefix, or load_state(model, cache, data)",
-    "save_prompt_cache": "use PromptFile or PromptDirectory, or save_state(model, cache), which returns bytes",
-    "trim_prompt_cache": "call trim(n) of each cache",
-}

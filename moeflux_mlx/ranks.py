@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .cli.options import file_to_write
 from .cli.run import Parser, execute
 from .cli.terminal import note
 from .errors import RequestError
-from .files import user_path
 
 PROBE = """
 import importlib.metadata as metadata, json, os, platform, sys
@@ -51,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         RequestError: a host cannot be reached, or cannot run the model with the others.
     """
+    path = file_to_write("--output", options.output)
     hosts = [host for host in options.hosts.split(",") if host]
     if len(hosts) < 2 or len(set(hosts)) != len(hosts):
         raise RequestError(f"--hosts {options.hosts} must name at least two machines, each once")
@@ -59,7 +60,6 @@ def run(options: argparse.Namespace) -> int:
     addresses = options.ips.split(",") if options.ips else [host.rpartition("@")[2] for host in hosts]
     if len(addresses) != len(hosts):
         raise RequestError(f"--ips names {len(addresses)} addresses for {len(hosts)} hosts")
-    path = user_path(options.output)
     rows = [{"ssh": host, "ips": [address]} for host, address in zip(hosts, addresses, strict=True)]
     path.write_text(json.dumps(rows, indent=1) + "\n")
     note(f"{path} has {len(hosts)} hosts; traffic between them is neither authenticated nor encrypted")

@@ -116,10 +116,10 @@ def parser() -> argparse.ArgumentParser:
         "--verbose", action="store_true", help="also print the sizes of prompt pieces and the time to load"
     )
     add_sampling_defaults(made)
-    add_model_options(made, several=True)
+    add_model_options(made, several=True, pool_share=POOL_SHARE)
     add_rank_options(made)
     add_prompt_cache_options(made, with_file=False)
-    made.set_defaults(pool_share=POOL_SHARE, seed=None)
+    made.set_defaults(seed=None)
     return made
 
 

@@ -20,6 +20,7 @@ ORDER = [
     "errors",
     "process",
     "installation",
+    "foreign",
     "files",
     "quant",
     "kinds",
@@ -62,6 +63,7 @@ COMMANDS = {
     "tune",
     "list",
     "remove",
+    "pull",
 }
 # Modules of one way of mixing tokens, from the bottom up: what it is, computes, keeps, and how a layer uses it. Others
 # of its folder belong to `op`.

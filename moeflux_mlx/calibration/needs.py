@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..errors import ConfigError
+from ..files import shown_gb
 from ..formats.checkpoint import ITEM_BYTES
 from ..packing.plan import ConversionPlan
 from ..packing.sources import MatrixSource
@@ -40,7 +41,7 @@ class Needs:
 
     def __str__(self) -> str:
         """A line such as "calibrating for 16,384 tokens: about 2.1 GB of memory, 3.4 GB of disk"."""
-        sizes = f"about {self.memory / 1e9:.1f} GB of memory, {self.disk / 1e9:.1f} GB of disk"
+        sizes = f"about {shown_gb(self.memory)} of memory, {shown_gb(self.disk)} of disk"
         more = f", {self.factorisations:,} factorisations of up to {self.columns:,} columns"
         line = f"calibrating for {self.tokens:,} tokens: {sizes}{more if self.factorisations else ''}"
         return f"{line}; {self.together} experts side by side"

@@ -1,6 +1,7 @@
-"""Downloads a repository given as a model: shows its memory plan first, and asks before a large download."""
+"""Downloads a repository given as a model: shows its size first, and asks before a large download."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from ..engine.expert_io import from_environment
 from ..engine.kv_bits import keeping
 from ..engine.machine import default_dtype, machine_figures
 from ..engine.remote import Remote, is_remote
+from ..errors import RequestError
 from ..model.tensors import resident_bytes
 from .options import settings_of
 from .planning import memory_lines
@@ -26,14 +28,35 @@ def local_model(options: argparse.Namespace) -> str | Path | None:
     """
     if not is_remote(options.model):
         return options.model
-    remote = Remote.look_up_or_cached(options.model, options.revision)
+    return downloaded(options.model, options.revision, options.yes, lambda remote: _memory_lines(remote, options))
+
+
+def pull(options: argparse.Namespace) -> int:
+    """Downloads the repository of the options, whether or not it fits in memory, and prints its directory."""
+    if not is_remote(options.model):
+        raise RequestError(
+            f"{options.model} is not a repository of the Hugging Face Hub; give org/name, or org/name:Q4_K_M of a "
+            "GGUF; moeflux models lists some"
+        )
+    print(downloaded(options.model, options.revision, options.yes))
+    note(f"moeflux chat --model {options.model} runs it")
+    return 0
+
+
+def downloaded(
+    name: str, revision: str | None, yes: bool, lines: Callable[[Remote], list[str]] = lambda remote: []
+) -> Path:
+    """The directory of a repository, or its GGUF file. What is missing is downloaded: the size is shown first, with
+    further `lines`, and unless the answer was given with `yes`, a large download must be confirmed.
+    """
+    remote = Remote.look_up_or_cached(name, revision)
     if isinstance(remote, Path):
         return remote
     if remote.missing:
-        note("\n".join([remote.disk, *_memory_lines(remote, options)]))
+        note("\n".join([remote.disk, *lines(remote)]))
         remote.check_space()
         if remote.missing > ASKED_FROM:
-            agree(f"{remote.missing / 1e9:.1f} GB of {options.model} will be downloaded", options.yes)
+            agree(f"{remote.missing / 1e9:.1f} GB of {name} will be downloaded", yes)
     return remote.download(shown=remote.missing > 0)
 
 

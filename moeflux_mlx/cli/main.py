@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import did_you_mean
+from ..foreign import remedy_of_command
 from ..process import check_mlx
 from ..version import described
 from .interrupts import end_at_once
@@ -22,6 +23,7 @@ COMMANDS = {
     "benchmark": ("moeflux_mlx.benchmark", "measure how fast a model runs on this machine"),
     "tune": ("moeflux_mlx.tune", "find the best size of the expert pool and faster kernel tiles"),
     "ranks": ("moeflux_mlx.ranks", "prepare several machines to run one model"),
+    "pull": ("moeflux_mlx.pull", "download a model without loading it"),
     "list": ("moeflux_mlx.list", "list the downloaded models"),
     "remove": ("moeflux_mlx.remove", "delete a downloaded model"),
     "doctor": ("moeflux_mlx.doctor", "describe this machine and check that its kernels compute correctly"),
@@ -42,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"moeflux-mlx {described()}")
         return 0
     if words and words[0] not in ("-h", "--help"):
-        meant = did_you_mean(words[0], COMMANDS)
-        print(f"error: no command {words[0]!r}; there are: {', '.join(COMMANDS)}{meant}", file=sys.stderr)
+        instead = remedy_of_command(words)
+        there_are = f"there are: {', '.join(COMMANDS)}{did_you_mean(words[0], COMMANDS)}"
+        print(f"error: no command {words[0]!r}; {f'instead: {instead}' if instead else there_are}", file=sys.stderr)
         return 2
     say(usage())
     return 0 if words else 2

@@ -65,9 +65,11 @@ def settings_of(options: argparse.Namespace, model: str | Path | None) -> LoadSe
     )
 
 
-def add_model_options(parser: argparse.ArgumentParser, several: bool = False, answers: bool = True) -> None:
+def add_model_options(
+    parser: argparse.ArgumentParser, several: bool = False, answers: bool = True, pool_share: float | None = None
+) -> None:
     """Adds the options of models. With `several`, these are in `models`, which is None if none is given. A command that
-    `answers` has a chat template's variables, and notes which experts it uses.
+    `answers` has a chat template's variables, and notes which experts it uses. `pool_share`: as of `Planner`.
     """
     add = parser.add_argument_group("model").add_argument
     model = "directory, GGUF file, or repo id org/name (GGUF: org/name:Q4_K_M); default: the demo model in the package"
@@ -107,12 +109,13 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False, an
             help="whether free memory is filled with the experts that earlier sessions used most, and this session's "
             "are noted (%(default)s, or the value of MOEFLUX_WARM_START)",
         )
-    add(
-        "--context",
-        type=int,
-        metavar="TOKENS",
-        help="plan memory for this many tokens; default: 8192, or less if the model or the memory allows only less",
+    default = (
+        "8192, or less if the model or the memory allows only less"
+        if pool_share is None
+        else f"the model's own, halved until the pool of experts keeps {pool_share:.0%}% of what it has at 8192"
     )
+    add("--context", type=int, metavar="TOKENS", help=f"plan memory for this many tokens; default: {default}")
+    parser.set_defaults(pool_share=pool_share)
     add_prompt_sizes(add)
     add_tiles(add)
     add_draft(add)

@@ -46,12 +46,14 @@ class AgentProgram:
         install: what installs it.
         least_context: tokens below which it cannot work: what it sends first, and room for some turns.
         setup: how it is pointed at a server; files go to the folder.
+        needs_tools: whether it sends tools with each request.
     """
 
     command: str
     install: str
     least_context: int
     setup: Callable[[Address, Path], AgentSetup]
+    needs_tools: bool = True
 
 
 def _aider(server: Address, folder: Path) -> AgentSetup:
@@ -147,7 +149,7 @@ def _written(path: Path, value: object) -> str:
 
 AGENT = 32768  # agents begin with up to 25,000 tokens
 PROGRAMS = {
-    "aider": AgentProgram("aider", "pip install aider-chat", 8192, _aider),
+    "aider": AgentProgram("aider", "pip install aider-chat", 8192, _aider, needs_tools=False),
     "claude": AgentProgram("claude", "npm install -g @anthropic-ai/claude-code", AGENT, _claude),
     "codex": AgentProgram("codex", "npm install -g @openai/codex", AGENT, _codex),
     "goose": AgentProgram("goose", "brew install block-goose-cli", AGENT, _goose),

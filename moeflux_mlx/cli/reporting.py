@@ -24,7 +24,7 @@ import numpy as np
 from ..engine.engine import Engine, open_engine
 from ..engine.machine import default_dtype, in_gb, machine_figures, used_memory
 from ..errors import MoefluxError
-from ..files import directory, replace_file, user_path
+from ..files import directory, replace_file
 from ..ops import backend
 from ..ops.chips import CHIPS
 from ..ops.kernel_files import Program
@@ -43,6 +43,7 @@ from .diagnosis import (
 )
 from .known_models import Fit, Machine, known_models
 from .known_models import table as table_of_models
+from .options import file_to_write
 from .planning import ASSUMED_DISK
 from .terminal import note
 
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     """Prints the report part by part and keeps what there is in the file, so that a crash loses only its own part.
     Returns 1 if something is wrong or failed.
     """
-    path, lines, faults = user_path(options.report), list[str](), list[str]()
+    path, lines, faults = file_to_write("--report", options.report), list[str](), list[str]()
     folder = options.directory and options.directory.absolute()
     places = [path.absolute(), path.absolute().parent, *([folder] if folder else [])]
 

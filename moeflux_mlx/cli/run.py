@@ -5,12 +5,13 @@ import errno
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
 from ..engine.settings import allow_open_files, set_variables
 from ..errors import MoefluxError, MoefluxWarning, RequestError, did_you_mean
+from ..foreign import remedy_of_option
 from ..ops.limits import within_limits
 from .interrupts import INTERRUPTED, raise_again
 from .terminal import give_up_stdout, note
@@ -19,10 +20,24 @@ UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)  
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of a command; a wrong one ends in one line, with the option that was probably meant."""
+    """The options of a command, which are given whole; a wrong one ends in one line, with the option that was probably
+    meant, or with what replaces it here if it is another program's.
+    """
 
     def __init__(self, command: str, description: str):
-        super().__init__(prog=program(command), description=description)
+        super().__init__(prog=program(command), description=description, allow_abbrev=False)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: None = None
+    ) -> argparse.Namespace:
+        """As of argparse, which takes the foreign `-hf` for `-h` and `f`."""
+        words = list(sys.argv[1:] if args is None else args)
+        given = [word.split("=")[0] for word in words[: words.index("--") if "--" in words else None]]
+        own = self._option_string_actions
+        foreign = {word: remedy_of_option(word, own) for word in given if word.startswith("-") and word not in own}
+        if lines := [f"{word}: {remedy}" for word, remedy in foreign.items() if remedy]:
+            self.error("; ".join(lines))
+        return super().parse_args(words)
 
     def error(self, message: str) -> NoReturn:
         unknown, meant = [word.split("=")[0] for word in message.split() if word.startswith("-")], ""
@@ -31,6 +46,10 @@ class Parser(argparse.ArgumentParser):
                 meant = did_you_mean(unknown[0], self._option_string_actions)
             elif "--model" in self._option_string_actions:
                 meant = "; a model is given with --model"
+        elif message.startswith("argument "):  # "argument --max-tokens/-m: invalid int value"
+            short = [word.rstrip(":") for word in message.split()[1].split("/") if not word.startswith("--")]
+            theirs = {word: remedy_of_option(word, self._option_string_actions) for word in short}
+            meant = "".join(f"; for {word} of llama.cpp {remedy}" for word, remedy in theirs.items() if remedy)
         self.exit(2, f"error: {message}{meant}; {self.prog} --help lists the options\n")
 
 

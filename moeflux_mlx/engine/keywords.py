@@ -5,57 +5,15 @@ wrong one in its own name, with the nearest right one, or with what replaces it 
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ..errors import did_you_mean
 from ..files import JsonDict
+from ..foreign import Replacements
 
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
-
-
-class Replaced(NamedTuple):
-    """An argument of mlx-lm that is missing here.
-
-    Args:
-        remedy: what replaces it.
-        default: mlx-lm's value of it, which asks for nothing and is accepted.
-    """
-
-    remedy: str
-    default: Any = None
-
-
-Replacements = dict[str, Replaced]
-
-LOADING: Replacements = {
-    "adapter_path": Replaced("fuse the adapter into the checkpoint, with mlx_lm.fuse"),
-    "get_model_classes": Replaced("the model's class follows from its config.json"),
-    "lazy": Replaced("load(expert_io=) says how experts are read; the other weights are always read at once", False),
-    "model_config": Replaced("change config.json in the model's directory"),
-    "return_config": Replaced("the configuration is model.args", False),
-    "strict": Replaced("tensors that are missing or not known are always refused", True),
-    "tokenizer_config": Replaced("change tokenizer_config.json in the model's directory"),
-    "trust_remote_code": Replaced("code of a repository is never run", False),
-}
-COMPUTING: Replacements = {
-    "max_kv_size": Replaced("caches keep every position; load(kv_bits=8) makes them about half as large"),
-    "stream": Replaced("the model computes on MLX's default stream"),
-}
-BATCHES: Replacements = {
-    **COMPUTING,
-    "prefill_batch_size": Replaced("prompts are computed one after the other", 8),
-}
-GENERATION: Replacements = {
-    **COMPUTING,
-    "draft_model": Replaced("drafts come from lookup in the text or from a draft head; use load(draft='auto')"),
-    "input_embeddings": Replaced("give token ids, and images with image="),
-    "kv_bits": Replaced("the bits of cached keys and values are set when the model is loaded; use load(kv_bits=8)"),
-    "kv_group_size": Replaced("groups have 64 values; use load(kv_bits=8)", 64),
-    "num_draft_tokens": Replaced("the number of drafts follows from their measured gain; use load(draft='auto')", 2),
-    "quantized_kv_start": Replaced("every position is rounded when it arrives; use load(kv_bits=8)", 5000),
-}
 
 
 def public(

@@ -40,7 +40,7 @@ def resolve(
         known = "; moeflux models shows the repository of this known model" if path.name.lower() in variants() else ""
         raise ModelFileError(
             f"{path} does not exist{known}; give the directory of a model, packed or as mlx-lm wrote it, a GGUF file, "
-            "or a repo id org/name"
+            "or a repo id org/name, such as moeflux models lists"
         )
     if not (path / FOLDER / LAYOUT).exists() and (folder := described(path, tokenizer_folder(tokenizer))) is not None:
         return folder

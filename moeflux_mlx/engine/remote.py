@@ -16,7 +16,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..errors import ModelFileError, MoefluxError, NotPackedError, RequestError
-from ..files import existing_parent, kept_files, read_json, replace_file, user_path
+from ..files import existing_parent, kept_files, read_json, replace_file, shown_gb, user_path
 from ..formats.checkpoint import (
     COPIED,
     INDEX,
@@ -170,8 +170,8 @@ class Remote:
         """Raises ModelFileError: the disk has no room for the missing files."""
         if self.missing > self.free:
             raise ModelFileError(
-                f"{self.repository.name} needs {self.missing} more bytes ({self.missing / 1e9:.1f} GB) in "
-                f"{cache_folder()} and {self.free} ({self.free / 1e9:.1f} GB) are free; free some disk space, or set "
+                f"{self.repository.name} needs {self.missing} more bytes ({shown_gb(self.missing)}) in "
+                f"{cache_folder()} and {self.free} ({shown_gb(self.free)}) are free; free some disk space, or set "
                 "HF_HOME to a folder on another disk"
             )
 

@@ -99,8 +99,9 @@ def stream(
 def read_prompt(words: list[str], option: str | None) -> str:
     """The prompt, in words or in the option, or all of stdin where that is '-'."""
     if words and option is not None:
+        more = "; --verbose takes no value here" if words[0] in ("True", "False") else ""
         raise RequestError(
-            f"the prompt is given twice, as {' '.join(words)!r} and with --prompt; leave one of them out"
+            f"the prompt is given twice, as {' '.join(words)!r} and with --prompt; leave one of them out{more}"
         )
     value = " ".join(words) if words else DEFAULT_PROMPT if option is None else option
     if value == "-":

@@ -93,6 +93,11 @@ def token_ids(tokens: Sequence[int] | np.ndarray | mx.array, vocab_size: int, na
         raise RequestError(f"{name} is a nest of rows; give one row of token ids") from None
     if values.size == 0:
         raise RequestError(f"{name} is empty; give at least one token")
+    if values.dtype.kind in "OU":
+        kind = f"a list of {type(tokens[0]).__name__}" if values.ndim else type(tokens).__name__
+        raise RequestError(
+            f"{name} is {kind}; give text, one row of token ids, or tokenizer.apply_chat_template(messages)"
+        )
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise RequestError(f"{name} is {values.dtype} {values.shape}; give text or one row of token ids")
     check_vocabulary(values, vocab_size)

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from ..errors import NotPackedError
-from ..files import read_json
+from ..files import read_json, shown_gb
 from ..formats.gguf_file import SUFFIX
 from ..formats.packed import FOLDER, LAYOUT, STATE
 from ..formats.record import ExpertLayout, Quants, stated_quants
@@ -41,10 +41,9 @@ def not_packed_error(source: str, folder: Path) -> NotPackedError:
     form = SourceFormat(config)
     command = convert_command(source, f"{name}-moeflux")
     beside = "the checkpoint" if Path(source).exists() else "at most two of the checkpoint's files"
-    gigabytes = _layout(args, form).total_bytes / 1e9
     return NotPackedError(
         f"{source} is not packed (no {FOLDER}/{LAYOUT}); run: {command}  "
-        f"(the experts take {gigabytes:.1f} GB of disk, besides {beside})"
+        f"(the experts take {shown_gb(_layout(args, form).total_bytes)} of disk, besides {beside})"
     )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ModelFileError
-from ..files import JsonDict, JsonObject, existing_parent, read_json, sync, sync_folder
+from ..files import JsonDict, JsonObject, existing_parent, read_json, shown_gb, sync, sync_folder
 from ..formats.packed import STATE
 from .unit import Bytes, Unit
 
@@ -227,7 +227,7 @@ def check_space(path: Path, needed: int) -> None:
     free = shutil.disk_usage(existing_parent(path)).free
     if needed > free:
         raise ModelFileError(
-            f"{path} needs {needed} more bytes ({needed / 1e9:.1f} GB) and {free} ({free / 1e9:.1f} GB) "
+            f"{path} needs {needed} more bytes ({shown_gb(needed)}) and {free} ({shown_gb(free)}) "
             "are free; free some disk space or choose another disk"
         )
 

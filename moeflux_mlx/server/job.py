@@ -15,17 +15,16 @@ class Job:
     prepared: the request.
     emit: takes the events; may be called in any thread.
     client: the client; clients take turns, regardless of the number of their jobs.
-    thread: the thread that computes the prompt at the moment, by its identifier; None: none does.
     on_begin: called when the job begins, in any thread.
     """
 
     prepared: PreparedRequest
     emit: Callable[[ServerEvent], None]
     client: str = ""
-    thread: int | None = None
     on_begin: Callable[[], None] = lambda: None
     cancelled: threading.Event = field(default_factory=threading.Event)
     raw: str = ""  # what the model wrote, set before the last event
+    thread: int | None = None  # the one that computes its prompt at the moment, by its identifier
 
     def cancel(self) -> None:
         """Cancels the job; its work ends within a token, a wave of experts or a block of a mixer, on the CPU

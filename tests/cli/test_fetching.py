@@ -5,6 +5,7 @@ import pty
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import goldens
 import mlx.core as mx
@@ -27,6 +28,7 @@ from moeflux_mlx.model.tensors import resident_bytes
 from moeflux_mlx.model.weights import read_resident
 from moeflux_mlx.packing.gguf_folder import base_tokenizer
 from moeflux_mlx.plan import main as plan
+from moeflux_mlx.pull import main as pull
 from moeflux_mlx.spec import ModelArgs
 
 RUN = ["--model", "org/model", "--prompt", "Hello", "--max-tokens", "3"]
@@ -87,7 +89,7 @@ def test_without_an_answer_of_the_hub_the_cached_model_is_used(packed, tmp_path)
 def test_a_full_disk_is_found_before_the_download(packed, monkeypatch, capfd):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 300_000))
     assert generate(RUN) == 1
-    assert "and 300000 (0.0 GB) are free; free some disk space, or set HF_HOME" in capfd.readouterr().err
+    assert "and 300000 (0.0003 GB) are free; free some disk space, or set HF_HOME" in capfd.readouterr().err
     assert not weights(packed)
 
 
@@ -101,6 +103,7 @@ def test_a_large_download_needs_a_yes(packed, monkeypatch, capfd):
 
 ASKED = """
 import sys
+from pathlib import Path
 from moeflux_mlx.cli import fetching
 from moeflux_mlx.generate.__main__ import main
 fetching.ASKED_FROM = 1000
@@ -256,3 +259,21 @@ def test_the_tokenizer_of_the_model_that_a_gguf_was_made_from_comes_too(tmp_path
         assert (resolve(folder / "Tiny-Q4_0.gguf") / "tokenizer.json").read_bytes() == (
             own / "tokenizer.json"
         ).read_bytes()
+
+
+def test_pull_downloads_and_loads_nothing(packed, monkeypatch, capfd):
+    monkeypatch.setattr(fetching, "ASKED_FROM", 0)
+    assert pull(["org/model"]) == 1
+    assert "GB of org/model will be downloaded; there is no terminal" in capfd.readouterr().err and not weights(packed)
+    assert pull(["org/model", "--yes"]) == 0
+    out, err = capfd.readouterr()
+    assert "are to be downloaded to" in err and "moeflux chat --model org/model runs it" in err
+    assert "loaded in" not in err and "expert I/O" not in err and len(weights(packed)) == 4
+    assert resolve("org/model") == Path(out.strip()) and pull(["org/model"]) == 0
+    assert len(weights(packed)) == 4 and capfd.readouterr().out == out
+
+
+def test_pull_takes_a_repository(tmp_path, capsys):
+    for name in ("qwen3:30b", str(tmp_path)):
+        assert pull([name]) == 1
+        assert f"error: {name} is not a repository of the Hugging Face Hub; give org/name" in capsys.readouterr().err

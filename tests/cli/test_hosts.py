@@ -88,3 +88,9 @@ def test_another_version_of_mlx_is_reported(tmp_path, hosts, capsys):
     hosts(a={}, b={"mlx": "2.0"})
     assert prepare(tmp_path, "--hosts", "a,b") == 0
     assert "note: b has mlx 2.0, a 1.0" in capsys.readouterr().err
+
+
+def test_a_host_file_that_cannot_be_written_is_refused_before_a_host_is_asked(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ranks, "look", lambda *given: pytest.fail("a host was asked"))
+    assert ranks.main(["--hosts", "a,b", "--model", "m", "--output", str(tmp_path / "absent" / "hosts.json")]) == 1
+    assert f"there is no directory {tmp_path}/absent; make it first" in capsys.readouterr().err

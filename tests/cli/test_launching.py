@@ -145,6 +145,19 @@ def test_errors_are_one_line(model, programs, tmp_path, capsys, monkeypatch):
     assert line(capsys, "qwen") == "error: qwen is not installed; npm install -g @qwen-code/qwen-code"
 
 
+def test_a_model_that_calls_no_tools_is_refused_before_the_program_starts(model, programs, tmp_path, capsys):
+    plain = shutil.copytree(model, tmp_path / "plain")
+    template = "{% for one in messages %}{{ one.content }}{% endfor %}"
+    file = plain / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+    (plain / "chat_template.jinja").unlink(missing_ok=True)
+    for name in sorted(set(PROGRAMS) - {"aider"}):
+        wanted = f"error: plain calls no tools, which {PROGRAMS[name].command} needs; give another --model"
+        assert line(capsys, name, "--model", plain) == wanted
+    assert not (tmp_path / "said").exists(), "nothing was started"
+    assert launch.main(["aider", "--model", str(plain)]) == 7, "aider sends no tools"
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_program_gets_address_key_and_model(name, tmp_path):
     setup = PROGRAMS[name].setup(SERVER, tmp_path)

@@ -147,6 +147,17 @@ def test_help_has_short_lines_and_short_texts(name, monkeypatch):
     assert [line for line in parser.format_help().splitlines() if len(line) > 80] == []
 
 
+def test_the_default_context_is_the_one_that_the_command_plans():
+    for name, (module, _) in COMMANDS.items():
+        parser = importlib.import_module(module).parser()
+        text = " ".join(parser.format_help().split())
+        if {"--prefetch", "--context"} <= set(parser._option_string_actions):
+            is_own = parser.get_default("pool_share") is not None
+            assert is_own == (name in ("serve", "launch"))
+            assert ("default: the model's own, halved until" in text) == is_own
+            assert ("default: 8192, or less" in text) != is_own
+
+
 def test_serve_names_the_models_as_its_option_takes_them():
     text = importlib.import_module("moeflux_mlx.serve").parser().format_help()
     assert "--model MODEL " in text and "MODELS" not in text

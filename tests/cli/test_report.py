@@ -366,3 +366,12 @@ def test_nvidias_compiler_is_named_if_it_is_missing(monkeypatch):
     monkeypatch.setattr(kernels, "compiler_here", failing)
     one = kernels.built(Program(KernelText("k", [], ["y"], "", ""), [], [mx.float32]), kernels.compiler_of("cuda"))
     assert one.fault == "it does not compile" and one.allowed is None
+
+
+def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path, capsys):
+    assert doctor.main(["--report", str(tmp_path / "absent" / "x.txt")]) == 1
+    out, err = capsys.readouterr()
+    assert err == (
+        f"error: --report is {tmp_path}/absent/x.txt, and there is no directory {tmp_path}/absent; make it first\n"
+    )
+    assert not out

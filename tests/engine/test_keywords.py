@@ -12,8 +12,7 @@ from tiny_models import tiny_directory
 import moeflux_mlx
 from moeflux_mlx.engine.batch_generation import BatchGenerator, BatchOptions
 from moeflux_mlx.engine.generation import GenerationOptions, generate_step
-from moeflux_mlx.engine.keywords import BATCHES, GENERATION, LOADING
-from moeflux_mlx.public import REPLACED_NAMES
+from moeflux_mlx.foreign import BATCHES, GENERATION, LOADING, REPLACED_NAMES
 
 MANUAL = (Path(__file__).resolve().parents[2] / "docs" / "library.md").read_text(encoding="utf-8")
 DIFFERENCES = MANUAL[MANUAL.index("\n## What differs from mlx-lm\n") :].split("\n## ")[1]
@@ -209,3 +208,9 @@ def test_a_list_of_texts_is_encoded_as_one_text_is(loaded):
     texts = ["Once upon", "a", "<|im_start|>user"]
     together = moeflux_mlx.batch_generate(*loaded, texts, max_tokens=5).texts
     assert together == [moeflux_mlx.generate(*loaded, text, max_tokens=5) for text in texts]
+
+
+def test_messages_are_no_prompt(loaded):
+    for wrong, kind in (([{"role": "user", "content": "Hi"}], "dict"), (["Hi"], "str"), ([None], "NoneType")):
+        with pytest.raises(moeflux_mlx.RequestError, match=rf"^the prompt is a list of {kind}; .*apply_chat_template"):
+            moeflux_mlx.generate(*loaded, wrong, max_tokens=1)

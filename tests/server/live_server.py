@@ -167,7 +167,7 @@ class FakeSession:
     """Has tokens as a session does, and gives the answer of `script` to a prompt's text."""
 
     def __init__(self, engine):
-        self.engine, self.tokenizer = engine, engine.tokenizer
+        self.engine, self.model, self.tokenizer = engine, engine.model, engine.tokenizer
         self.tokens, self.reuse, self.nbytes = [], Reuse(), 0
 
     def known(self, prompt):

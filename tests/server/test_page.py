@@ -582,6 +582,28 @@ def test_regenerating_keeps_both_answers_and_what_followed_them(open_page, keys)
     assert page.server.requests[-1]["messages"][1]["content"] == second
 
 
+def test_another_answer_of_the_demo_model_is_sampled(open_page):
+    open_page.load({**FEATURES, "demo": True})
+    open_page.send("another")
+    open_page.regenerate()
+    assert [request.get("temperature") for request in open_page.server.requests] == [None, 0.8]
+    assert not open_page.count(".toast")
+    open_page.click("#open-settings")
+    open_page.browser.find_element("name", "temperature").send_keys("0")
+    open_page.press("\ue00c")
+    open_page.regenerate()
+    assert open_page.server.requests[-1]["temperature"] == 0
+
+
+def test_an_answer_that_is_the_same_again_says_why(open_page):
+    open_page.send("Hello")
+    open_page.regenerate()
+    assert "temperature" not in open_page.server.requests[-1] and open_page.see(".versions") == "2/2"
+    assert open_page.see(".toast").startswith("The same answer again: the temperature is 0, or a seed is set.")
+    open_page.click(".toast button")
+    assert open_page.run("document.getElementById('settings').open")
+
+
 def test_the_answers_to_a_question_that_is_edited_can_be_brought_back(open_page, keys):
     open_page.send("another")
     open_page.run("document.querySelector('[aria-label=Regenerate]').focus()")
@@ -734,6 +756,9 @@ def test_what_is_exported_can_be_imported_and_holds_no_key(open_page):
     (file,) = open_page.until(lambda: list(open_page.browser.folder.glob("moeflux-*.json")))
     said = open_page.until(lambda: file.read_text())
     assert "Keep me" in said and "secret" not in said
+    open_page.browser.find_element("id", "file").send_keys(str(file))
+    open_page.until(lambda: open_page.see(".toast") == "0 conversations imported; 1 of the file is here already")
+    assert open_page.count("#list .open") == 1
     open_page.run("localStorage.clear()")
     open_page.browser.refresh()
     open_page.until(lambda: open_page.count("#list .none"))
@@ -1099,6 +1124,43 @@ def test_connections_end_with_the_page(open_page):
     open_page.until(lambda: open_page.server.listeners == 0)
     open_page.browser.get(open_page.server.address)
     open_page.until(lambda: "word3" in open_page.see(".md") and open_page.see(".note") == "Stopped.")
+
+
+def test_escape_leaves_the_large_map_before_it_stops_an_answer(open_page, keys):
+    GO_ON.clear()
+    open_page.write("lasting")
+    open_page.press(keys.ENTER)
+    open_page.until(lambda: open_page.count(".waiting:not([hidden])"))
+    open_page.click("#enlarge")
+    large = "[document.getElementById('engine').classList.contains('large'), enlarge.getAttribute('aria-pressed')]"
+    assert open_page.run(large) == [True, "true"]
+    open_page.press(keys.ESCAPE)
+    assert open_page.run(large) == [False, "false"] and open_page.count(".note") == 0
+    open_page.press(keys.ESCAPE)
+    open_page.until(lambda: open_page.see(".note") == "Stopped.")
+    GO_ON.set()
+
+
+def test_the_engine_is_not_idle_while_an_answer_comes(open_page):
+    open_page.server.feed = lambda step: {**feed(0), "lanes": []}
+    open_page.until(lambda: open_page.see("#state-text") == "Idle")
+    GO_ON.clear()
+    open_page.write("ponder")
+    open_page.press("\ue007")
+    open_page.until(lambda: open_page.see("#state-text") == "Answering")
+    assert open_page.run("document.getElementById('state').dataset.at") == "busy"
+    GO_ON.set()
+    open_page.ended()
+    assert open_page.see("#state-text") == "Idle"
+
+
+def test_a_phone_shows_the_whole_line_below_the_title(open_page):
+    open_page.server.models = ["org/A-Model-With-A-Long-Name-235B-A22B-4bit"]
+    open_page.server.context = 262144
+    resize(open_page.browser, 360, 740, 2.0, mobile=True)
+    open_page.browser.refresh()
+    open_page.until(lambda: open_page.see("#model").endswith("262,144 tokens of context"))
+    assert open_page.run("(e => e.scrollWidth - e.clientWidth)(document.getElementById('model'))") == 0
 
 
 def test_a_phone_has_no_horizontal_scroll(open_page):

@@ -168,6 +168,8 @@ def test_errors():
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long: 30000 tokens > 8192 maximum") as other:
         ANTHROPIC.messages.create(**SAID, max_tokens=9)
     assert other.value.body["error"]["type"] == "invalid_request_error"
+    assert "set by" not in long.message and "start the server with a longer --context" in long.message
+    assert replies.queue_full(1, 1).message.startswith("1 request waits already")
     full = replies.queue_full(64, 64)
     SERVER.refuses(full.status, responses.error(full.status, full.code, full.message, None))
     with pytest.raises(openai.RateLimitError, match="64 requests wait") as busy:

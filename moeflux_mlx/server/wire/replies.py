@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
+from ...errors import counted
 from ...files import JsonDict
 from ..request import Failed, Finish, PromptProgress, Request, ServerEvent
 from .answer import BlockStep, WireAnswer
@@ -107,13 +108,15 @@ def context_exceeded(prompt_tokens: int, context: int, at_least: bool = False) -
     rest = " (at least: the rest was not counted)" if at_least else ""
     message = (
         f"prompt is too long: {prompt_tokens} tokens > {context} maximum{rest}; "
-        f"this model's maximum context length is {context} tokens, set by --context"
+        f"this model's maximum context length is {context} tokens here; shorten the prompt, or start the server with a "
+        "longer --context, if the model and the memory allow it"
     )
     return Failed(400, "context_length_exceeded", message)
 
 
 def queue_full(waiting: int, places: int) -> Failed:
-    message = f"{waiting} requests wait already, and --queue allows {places}; try again later"
+    waits = f"{counted(waiting, 'request')} {'waits' if waiting == 1 else 'wait'}"
+    message = f"{waits} already, and --queue allows {places}; try again later"
     return Failed(429, "rate_limit_exceeded", message)
 
 

@@ -1,0 +1,27 @@
+"""`python -m moeflux_mlx.pull`: download a model, and do nothing else."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .cli.fetching import pull
+from .cli.run import Parser, execute
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(
+        "pull", "Download a model into the Hugging Face Hub's cache, without loading it; its directory is printed."
+    )
+    made.add_argument("model", metavar="ORG/NAME", help="repository of the model; of a GGUF: org/name:Q4_K_M")
+    made.add_argument("--revision", help="branch, tag or commit of the Hugging Face repo")
+    made.add_argument("--yes", action="store_true", help="download more than 20 GB without asking")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    return execute(pull, parser().parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
