@@ -31,7 +31,7 @@ def all_ends(stated: Iterable[int], tokenizer: TokenizerWrapper) -> list[int]:
     What closes a message of an answer that has several is left out, also where it is stated.
     """
     tokens = _marks(tokenizer)
-    texts = TEXTS & tokens.keys() | {_closing(tokenizer, tokens), *tokenizer.channels.ends}
+    texts = {*TEXTS, *tokenizer.channels.ends, _closing(tokenizer, tokens)}
     if tokens.get(OF_CONTROL) in tokenizer.vocabulary.special_ids:
         texts.add(OF_CONTROL)
     ends = dict.fromkeys((*stated, *sorted(tokens[text] for text in texts if text in tokens)))
