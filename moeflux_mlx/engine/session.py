@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from ..caches.layer_cache import Arrays, LayerCache
 from ..errors import DeviceError, PromptCacheError, SnapshotError
+from ..experts.stats import Asked
 from ..files import JsonDict
 from ..mixers.registry import untrimmable_bytes
 from ..model.decoder import Model
@@ -26,10 +27,10 @@ from ..state.prompt_store import PromptStore, restore_prefix
 from ..state.rewind import RewindPoints
 from ..text.boundaries import shared_length
 from ..text.tokenizer import TokenizerWrapper
-from .answer import Answer
+from .decoding import Decoding
 from .generation import GenerationResponse, Responder, Responses, SamplerOptions, check_max_tokens, respond
 from .head_drafts import head_drafts
-from .loop import Progress, absorb
+from .loop import Progress, Text, absorb
 from .prefill import Prefill
 from .prompt import Prompt, checked_prompt
 
@@ -141,7 +142,7 @@ class Session:
         boundaries: Sequence[int] = (),
         max_tokens: int = 256,
         **choice: "Unpack[SamplerOptions]",
-    ) -> Answer:
+    ) -> "Answer":
         """Makes an answer to `prompt`, the token ids of the whole text so far; nothing is computed yet. Until it is
         over, the session must not be used otherwise.
 
@@ -443,6 +444,59 @@ class Session:
             except (PromptCacheError, SnapshotError) as error:
                 self.save_error = error
         self.to_store = []
+
+
+class Answer(Text):
+    """An answer of a session, for a `Loop`.
+
+    Attributes:
+        session: absorbs the prompt, and each token when the next one has been computed.
+        asked: the experts that its tokens requested, without the prompt's, if they are counted.
+    """
+
+    asked = Asked()
+
+    def __init__(
+        self, session: Session, prompt: Prompt, boundaries: Sequence[int], max_tokens: int, choice: SamplerOptions
+    ):
+        ends = session.tokenizer.eos_token_ids
+        given = session.model, session.cache, prompt
+        super().__init__(*given, max_tokens=max_tokens, is_end=lambda tokens: tokens[-1] in ends, **choice)
+        self.session, self._boundaries = session, boundaries
+
+    def compute(self) -> Generator[int, None, mx.array]:
+        return self.session.absorb(self.prompt, self._boundaries)
+
+    def decode(self, logits: mx.array) -> Decoding:
+        session, given = self.session, (self.model, self.cache, self.prompt.tokens, logits)
+        return Decoding(*given, draft_limit=session.draft_limit, drafts=session.drafts, **self._options)
+
+    def pause(self) -> None:
+        if self._pieces is not None:
+            super().pause()
+            self.session.agree_again(keep_half=True)
+            self.session.save_states(self.prompt)
+
+    def follow(self) -> None:
+        assert self.decoding is not None
+        self.asked = self.decoding.asked
+        if len(self.tokens) > 1:
+            self.session.append(self.tokens[-2], keep=self.decoding.is_settled)
+        else:
+            self.session.begin_answer()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends it: the session then holds the prompt and all tokens but the last; after a DeviceError it is empty."""
+        if self.is_over:
+            return
+        session = self.session
+        try:
+            super().end(error)
+            session.points.drop_after(len(session.tokens))  # the last kept state may be one token further
+        finally:
+            if error is not None:
+                session.recover(error)
+            session.save_states(self.prompt)
 
 
 def _cut(layer: LayerCache, length: int, kept: Arrays | None) -> LayerCache:

@@ -124,8 +124,7 @@ class Model(nn.Module):
     def __call__(self, tokens: mx.array, cache: list[LayerCache] | None = None) -> mx.array:
         """Runs `tokens` after those that `cache` (from `make_cache`) has absorbed, and updates it.
 
-        Many tokens in one call are one span: they go through the model layer by layer, and each expert is read once for
-        all of them. Without a cache the tokens stand alone.
+        Many tokens in one call are one span, for which each expert is read once. Without a cache they stand alone.
 
         Args:
             tokens: integers [B, L] of the vocabulary. On a GPU a single token is not checked, because that would need a
@@ -143,8 +142,8 @@ class Model(nn.Module):
         return self._head()
 
     def attach(self, head: DraftHead) -> None:
-        """Attaches a draft head, for which steps then keep hidden states. To be called before anything is computed; the
-        head's experts are closed with the model's.
+        """Attaches a draft head, for which steps then keep hidden states, before anything is computed. The model's
+        experts close the head's.
         """
         assert self.experts is not None
         head.bind(SharedParts(self._embed, self._compute_logits, self._computing))
@@ -158,16 +157,14 @@ class Model(nn.Module):
     def step(self, sequences: Sequence[SequenceRows]) -> Step:
         """Runs the next tokens of several sequences, at most `MAX_ROWS` in all, and returns the logits of each.
 
-        Each row has the bits that it has alone: products, routers and experts take all rows together, attention and
-        recurrent mixers each row with its own cache. Each expert is requested once. If the step fails, all caches are
+        Each row has the bits that it has alone, and each expert is requested once. If the step fails, all caches are
         unchanged.
 
         Args:
             sequences: each has its own caches, which may be empty, and 1 to `MAX_OF_SEQUENCE` tokens in order.
 
         Raises:
-            RequestError: no rows, too many, a cache in two sequences, or what calling the model refuses; no cache has
-                changed.
+            RequestError: no rows, too many, a cache in two sequences, or what calling the model refuses.
             ExpertIOError, DeviceError: as calling the model does.
         """
         for rows in sequences:
@@ -291,9 +288,7 @@ class Model(nn.Module):
         return self._compute_step(tokens, caches)
 
     def _one_by_one(self, tokens: mx.array, sequences: Sequence[list[LayerCache]], step: Step) -> list[mx.array]:
-        """Returns what `_compute` does, of rows that have no graph. A graph joins elementwise operations, and then CUDA
-        rounds them differently, so each row is computed as if it were alone.
-        """
+        """As `_compute`, of rows without a graph: graphs join elementwise operations, which CUDA then rounds differently."""
         rows = []
         for row, cache in enumerate(sequences):
             for i in range(len(cache)):

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
-from ..engine.answer import Answer
 from ..engine.engine import Engine
 from ..engine.loop import Loop
+from ..engine.session import Answer
 from ..experts.stats import Asked
 from ..model.step import MAX_ROWS
 from ..ops.interrupt import stay

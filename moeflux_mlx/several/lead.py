@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 
-from ..engine.answer import Answer
 from ..engine.generation import SamplerOptions, check_max_tokens
 from ..engine.loop import Outcome
 from ..engine.prompt import Prompt, checked_prompt
 from ..engine.sampling import Sampler, make_sampler
-from ..engine.session import Session, SessionOptions
+from ..engine.session import Answer, Session, SessionOptions
 from ..errors import PromptCacheError, RankError, RankStopped
 from ..experts.routing import finished
 from ..files import JsonDict
