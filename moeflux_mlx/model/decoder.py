@@ -288,7 +288,7 @@ class Model(nn.Module):
         return self._compute_step(tokens, caches)
 
     def _one_by_one(self, tokens: mx.array, sequences: Sequence[list[LayerCache]], step: Step) -> list[mx.array]:
-        """As `_compute`, of rows without a graph: one joins elementwise operations, which CUDA then rounds differently."""
+        """As `_compute`, for rows without a graph: a graph joins operations, which CUDA then rounds differently."""
         rows = []
         for row, cache in enumerate(sequences):
             for i in range(len(cache)):
