@@ -37,6 +37,7 @@ LONG = {  # module: why it is longer
     "engine/session.py": "one text: what is kept of it, and how a prompt goes on from that",
     "experts/streamed.py": "one source of experts: turns, requests and memory share one lock",
     "mixers/delta/op.py": ONE_OPERATION,
+    "model/decoder.py": "the whole model: what it computes of a token, of rows and of a span",
     "mixers/latent/op.py": ONE_OPERATION,
     "ops/experts.py": "the two kernels of a step's experts, one after the other: twins, native forms and choosers",
     "ops/native.py": "one function for each kernel of the one C extension, with the shapes that it takes",

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from moeflux_mlx.engine.settings import set_variables
+from moeflux_mlx.model import decoder
 from moeflux_mlx.ops.cores import cores
 
 HERE = Path(__file__).parent
@@ -24,6 +25,7 @@ os.environ["MOEFLUX_TILES"] = "code"  # ignore the tiles that this machine's use
 os.environ["MOEFLUX_WARM_START"] = "off"  # no test depends on what others used, or adds to the user's file
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # otherwise float32 products keep only 10 bits on an NVIDIA GPU
 os.fsync = os.fstat  # no test waits for the disk; those of what is synced replace it
+decoder.PIECE_SECONDS = 0.0  # tests look at each block and each wave of a prompt
 set_variables()  # as every command does, before MLX's device is used
 settings.register_profile("moeflux", deadline=None, print_blob=True, max_examples=20)
 settings.register_profile("full", settings.get_profile("moeflux"), max_examples=100)

@@ -1,5 +1,6 @@
 """The decoder: one class for every family, built from `ModelArgs`. mx.array in, mx.array out."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from itertools import pairwise
@@ -36,6 +37,8 @@ from .step import SequenceRows, Step, checked_rows
 from .streams import connection
 from .tables import Tables
 from .tokens import Tokens, check_vocabulary
+
+PIECE_SECONDS = 0.004  # a piece takes at least as long, because a turn of its own takes 0.05 ms
 
 
 class Decoder(nn.Module):
@@ -324,10 +327,11 @@ class Model(nn.Module):
             return self.model.normed(last) if self.head.takes_normed else last
 
     def advance(self, span: Span, cache: list[LayerCache]) -> Pieces[mx.array]:
-        """Takes a span, the tokens after those in `cache`, through its remaining layers, a block or a wave of experts
-        at a time; returns the logits [B, vocab_size] of its last token. Between two pieces the same thread may compute
-        anything else but a span. Closing the iterator, like an error, leaves the span between two layers: another
-        `advance` continues it, `span.drop` undoes it.
+        """Takes a span, the tokens after those in `cache`, through its remaining layers, at least a block or a wave of
+        experts at a time; returns the logits [B, vocab_size] of its last token.
+
+        Between two pieces the same thread may compute anything else but a span. Closing the iterator, like an error,
+        leaves the span between two layers: another `advance` continues it, `span.drop` undoes it.
 
         Raises:
             RequestError, ExpertIOError, DeviceError: as calling the model does.
@@ -337,7 +341,9 @@ class Model(nn.Module):
         with begun as passage, closing(self._through_layers(span, cache)) as pieces:
             while True:
                 with self._turn(span.tokens.size, passage):
-                    share = next(pieces, None)
+                    share, end = next(pieces, None), time.perf_counter() + PIECE_SECONDS
+                    while share is not None and time.perf_counter() < end:
+                        share = next(pieces, None)
                     if share is None:
                         last = self.model.normed(backend.contiguous(span.hidden[:, -1:]))
                         logits = backend.leave(self.last_product(last))

@@ -15,6 +15,7 @@ from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.prefill import Prefill, span_lengths
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.mixers.grouped import op as attend
+from moeflux_mlx.model import decoder
 from moeflux_mlx.model.span import Span
 from moeflux_mlx.ops import backend, causal_parts, grouped
 
@@ -161,6 +162,19 @@ def test_a_span_that_is_dropped_leaves_the_caches_where_it_began(family):
             absorbed(Prefill(model, begun, tokens[10 : 10 + prefill.done], span=prefill.done))
         assert {layer.offset for layer in cache} == {10 + prefill.done}
         assert same(bits(mx.zeros(1), cache), bits(mx.zeros(1), begun))
+
+
+def test_pieces_may_be_longer(monkeypatch):
+    tokens, _ = prompt("qwen3_next")
+    model = model_of("qwen3_next", span=25, prefill_step_size=8)
+    told, results = [], []
+    for seconds in (0.0, 1e9):
+        monkeypatch.setattr(decoder, "PIECE_SECONDS", seconds)
+        cache, reports = model.make_cache(), []
+        logits = absorbed(Prefill(model, cache, tokens), lambda done, total, reports=reports: reports.append(done))
+        results.append(bits(logits, cache))
+        told.append(len(reports))
+    assert same(*results) and told[1] == 1 < told[0]
 
 
 def test_an_interruption_between_two_layers_is_undone(monkeypatch):
