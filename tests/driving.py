@@ -1,12 +1,12 @@
 """Drives single prompts and answers to a result, where a test needs no loop."""
 
-from moeflux_mlx.engine.loop import Loop, absorb, advance_together
+from moeflux_mlx.engine.loop import Loop, absorb_prompt, advance_together
 from moeflux_mlx.experts.routing import finished
 
 
 def absorbed(prefill, progress=lambda done, total: None):
     """The logits after the last token of a prompt."""
-    return finished(absorb(prefill), lambda done: progress(done, len(prefill.tokens)))
+    return finished(absorb_prompt(prefill), lambda done: progress(done, len(prefill.tokens)))
 
 
 def next_token(decoding):

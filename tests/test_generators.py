@@ -14,6 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "moeflux_mlx"
 MODULES = {str(file.relative_to(PACKAGE)): file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
+CLOSERS = {"closing", "finished", "as_share"}
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
 
 
@@ -48,13 +49,22 @@ def cleans_up(function):
 def handed_on(function):
     """Returns the calls whose results a function returns, or yields completely."""
     ends = [node.value for node in inside(function) if isinstance(node, ast.Return | ast.YieldFrom)]
-    return [
-        node for end in ends if end and not isinstance(end, SCOPES) for node in [end, *inside(end)] if is_call(node)
-    ]
+    handed = [end for end in ends if end and not isinstance(end, SCOPES)]
+    return [node for end in handed for node in [end, *inside(end)] if is_call(node) and node not in in_closers(end)]
+
+
+def in_closers(node):
+    """Returns the arguments of calls of functions that close a generator when they end."""
+    return [argument for one in [node, *inside(node)] if is_call(one, CLOSERS) for argument in one.args]
 
 
 def is_call(node, names=None):
-    return isinstance(node, ast.Call) and (names is None or name_of(node) in names)
+    return isinstance(node, ast.Call) and (names is None or name_of(node) in names) and not is_namesake(node)
+
+
+def is_namesake(node):
+    """Whether it calls `advance` of a cache, which is no generator as that of a model is."""
+    return name_of(node) == "advance" and not ast.unparse(node.func).removesuffix(".advance").endswith("model")
 
 
 def left_open(function, names):
@@ -63,7 +73,7 @@ def left_open(function, names):
     made = [node for node in nodes if is_call(node, names) and node not in handed]
     if not made:
         return []
-    closed = {ast.unparse(argument) for node in nodes if is_call(node, {"closing"}) for argument in node.args}
+    closed = {ast.unparse(argument) for node in nodes if is_call(node, CLOSERS) for argument in node.args}
     closed |= {ast.unparse(node.func.value) for node in nodes if is_call(node, {"close"})}
     bound = {node.value: ast.unparse(node.targets[0]) for node in nodes if isinstance(node, ast.Assign)}
     return [text for call in made if not {text := ast.unparse(call), bound.get(call)} & closed]

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
-from ..experts.routing import finished, part_of
+from ..experts.routing import as_share, finished
 from ..experts.tables import open_readers
 from ..files import read_json
 from ..kinds import streams_before
@@ -246,9 +246,10 @@ class LayerRun:
             parts.clear()
             count = sum(len(self.texts[number]) for number in numbers)
             with observing(seen.observe) if seen is not None else nullcontext():
-                out = finished(part_of(made.finish_rows(rows), done / total, count / total), report)
+                out = finished(as_share(made.finish_rows(rows), done / total, count / total), report)
                 backend.finish(out)
             done += count
+            report(done / total)
             start = 0
             for number in numbers:
                 end = start + len(self.texts[number])

@@ -105,15 +105,15 @@ class Text:
     def is_in_prompt(self) -> bool:
         return self.decoding is None and not self.is_over
 
-    def compute(self) -> Generator[int, None, mx.array]:
-        """The pieces of the prompt, as `absorb` has them."""
+    def prompt_pieces(self) -> Generator[int, None, mx.array]:
+        """The pieces of the prompt, as `absorb_prompt` has them."""
         if self._prefill is None:
             drafts, images = head_drafts(self.model), self.prompt.images.after(self.cache)
             if drafts is not None:  # the tokens that the cache has absorbed are not known here
                 drafts.begin([0] * self.cache[0].offset + list(self.prompt))
             given = self.model, self.cache, self.prompt.tokens
             self._prefill = Prefill(*given, **self._cut, drafts=drafts, images=images)
-        return (yield from absorb(self._prefill))
+        return (yield from absorb_prompt(self._prefill))
 
     def decode(self, logits: mx.array) -> Decoding:
         """Chooses the tokens of the answer, after the logits [1, vocab_size] of the prompt."""
@@ -125,18 +125,21 @@ class Text:
         """Computes a piece of the prompt; returns the work done in tokens, or None when the answer begins. After `Left`
         it is paused.
         """
-        pieces, self._pieces = self._pieces or self.compute(), None
+        if self._pieces is None:
+            self._pieces = self.prompt_pieces()
         try:
-            done = next(pieces)
-        except StopIteration as end:
-            self.decoding = self.decode(end.value)
-            return None
+            return next(self._pieces)
         except Left:
-            self._pieces = pieces
             self.pause()
             raise
-        self._pieces = pieces
-        return done
+        except StopIteration as end:
+            self._pieces = None
+            self.decoding = self.decode(end.value)
+            return None
+        except BaseException:
+            self._pieces.close()
+            self._pieces = None
+            raise
 
     def pause(self) -> None:
         """Leaves the prompt between two layers, from where it goes on; what a layer in progress has computed is lost,
@@ -183,7 +186,7 @@ class Text:
                 self._prefill.drop()
 
 
-def absorb(prefill: Prefill) -> Generator[int, None, mx.array]:
+def absorb_prompt(prefill: Prefill) -> Generator[int, None, mx.array]:
     """Computes the rest of a prompt; returns the logits [1, vocab_size] after its last token.
 
     Yields at the beginning and after each block of a mixer and each wave of experts the work done in tokens, ascending

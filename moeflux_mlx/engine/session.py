@@ -30,7 +30,7 @@ from ..text.tokenizer import TokenizerWrapper
 from .decoding import Decoding
 from .generation import GenerationResponse, Responder, Responses, SamplerOptions, check_max_tokens, respond
 from .head_drafts import head_drafts
-from .loop import Progress, Text, absorb
+from .loop import Progress, Text, absorb_prompt
 from .prefill import Prefill
 from .prompt import Prompt, checked_prompt
 
@@ -290,8 +290,8 @@ class Session:
         shared = shared_length(self.tokens, prompt[:-1])
         return shared if shared == len(self.tokens) else self.points.nearest(shared)
 
-    def absorb(self, prompt: Prompt, boundaries: Sequence[int]) -> Generator[int, None, mx.array]:
-        """Brings the caches to `prompt`, in pieces as `loop.absorb` has them; returns the logits after its last token.
+    def absorb_prompt(self, prompt: Prompt, boundaries: Sequence[int]) -> Generator[int, None, mx.array]:
+        """Brings the caches to `prompt`, in pieces as `loop.absorb_prompt` has them; returns the logits after its end.
 
         The work done includes reused tokens. After an exception the layers' caches may differ in length.
         """
@@ -302,7 +302,7 @@ class Session:
         prefill = self._prefill(prompt, ends)
         start = len(self.tokens)
         try:
-            with closing(absorb(prefill)) as pieces:
+            with closing(absorb_prompt(prefill)) as pieces:
                 while True:
                     yield start + next(pieces)
         except StopIteration as end:
@@ -464,8 +464,8 @@ class Answer(Text):
         super().__init__(*given, max_tokens=max_tokens, is_end=lambda tokens: tokens[-1] in ends, **choice)
         self.session, self._boundaries = session, boundaries
 
-    def compute(self) -> Generator[int, None, mx.array]:
-        return self.session.absorb(self.prompt, self._boundaries)
+    def prompt_pieces(self) -> Generator[int, None, mx.array]:
+        return self.session.absorb_prompt(self.prompt, self._boundaries)
 
     def decode(self, logits: mx.array) -> Decoding:
         session, given = self.session, (self.model, self.cache, self.prompt.tokens, logits)

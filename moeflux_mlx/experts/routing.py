@@ -29,7 +29,7 @@ def finished(pieces: Generator[Done, None, Made], report: Callable[[Done], objec
             return end.value
 
 
-def part_of(pieces: Pieces[Made], start: float, share: float) -> Pieces[Made]:
+def as_share(pieces: Pieces[Made], start: float, share: float) -> Pieces[Made]:
     """The pieces as `share` of a larger work, behind what is done at its `start`."""
     with closing(pieces):
         try:

@@ -13,7 +13,7 @@ import numpy as np
 from ..caches.layer_cache import LayerCache
 from ..caches.stand_in import Traced
 from ..errors import RequestError
-from ..experts.routing import Pieces, RoutedExpertsCall, finished, part_of
+from ..experts.routing import Pieces, RoutedExpertsCall, as_share, finished
 from ..experts.source import Passage
 from ..kinds import streams_before
 from ..layers import Embedding, LastProduct, Linear, norm_of
@@ -361,7 +361,7 @@ class Model(nn.Module):
             i, own, layer = span.layer, layers[span.layer], self.model.layers[span.layer]
             span.begin(self._cache_numbers[i].start, own)
             try:
-                h = yield from part_of(layer.pass_span(span.hidden, own, span), i / count, 1 / count)
+                h = yield from as_share(layer.pass_span(span.hidden, own, span), i / count, 1 / count)
                 h = span.images.deepened(h, span.start, i, self.vision)
                 backend.start(h)
                 backend.finish(span.hidden)  # a GPU gets at most two layers at a time, so that memory is as planned

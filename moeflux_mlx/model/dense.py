@@ -24,7 +24,7 @@ class NoMLP(nn.Module):
     def prepare(self, residual: Array, norm: None, tokens: None = None) -> tuple[Array, ...]:
         return (residual,)
 
-    def finish(self, parts: Sequence[Array]) -> Pieces[Array]:
+    def finish_span(self, parts: Sequence[Array]) -> Pieces[Array]:
         yield from ()
         return parts[0]
 
@@ -52,7 +52,7 @@ class DenseMLP(MLP):
         """All of it."""
         return (self.forward(residual, norm),)
 
-    def finish(self, parts: Sequence[Array]) -> Pieces[Array]:
+    def finish_span(self, parts: Sequence[Array]) -> Pieces[Array]:
         """Returns the result of `prepare`."""
         yield from ()
         return parts[0]

@@ -8,7 +8,7 @@ import mlx.nn as nn
 
 from ..caches.layer_cache import LayerCache
 from ..caches.stand_in import Traced
-from ..experts.routing import FromTables, Pieces, RoutedExpertsCall, part_of
+from ..experts.routing import FromTables, Pieces, RoutedExpertsCall, as_share
 from ..experts.source import ExpertLoader
 from ..layers import Caches, MixerModule, OutputNorm, norm_of
 from ..mixers.registry import module_of
@@ -176,8 +176,8 @@ class DecoderLayer(nn.Module):
 
     def pass_span(self, h: Array, caches: Sequence[LayerCache], span: Span) -> Pieces[AnyArray]:
         """The layer over a span: its mixer block by block, its experts over all rows."""
-        rows = yield from part_of(self.mix_span(h, caches, span), 0, MIXER_SHARE)
-        return (yield from part_of(self.finish_rows(rows), MIXER_SHARE, 1 - MIXER_SHARE))
+        rows = yield from as_share(self.mix_span(h, caches, span), 0, MIXER_SHARE)
+        return (yield from as_share(self.finish_rows(rows), MIXER_SHARE, 1 - MIXER_SHARE))
 
     def mix_span(self, h: Array, caches: Sequence[LayerCache], span: Span) -> Pieces[MixedRows]:
         """The mixer over a span, block by block, and all that each token's feed-forward part needs before the experts.
@@ -206,7 +206,7 @@ class DecoderLayer(nn.Module):
     def finish_rows(self, rows: MixedRows) -> Pieces[AnyArray]:
         """The layer's output [B, N, .] for the rows of a span, or of several joined: the experts over all of them."""
         kept, prepared = rows.arrays[: rows.kept], rows.arrays[rows.kept :]
-        return self.residual.added((yield from self.mlp.finish(prepared)), *kept)
+        return self.residual.added((yield from self.mlp.finish_span(prepared)), *kept)
 
     def _relieve(self) -> None:
         """Returns memory of experts that the machine is short of before more is taken."""

@@ -22,7 +22,7 @@ PLAIN = Residual()
 
 
 class Prepared(NamedTuple):
-    """The result of `MoE.prepare`, for `MoE.finish`: arrays of many tokens; `shared`: the shared expert's output."""
+    """The result of `MoE.prepare`, for `MoE.finish_span`: arrays of many tokens; `shared`: the shared expert's output."""
 
     residual: AnyArray
     x: AnyArray
@@ -116,7 +116,7 @@ class MoE(nn.Module):
         """`residual` [B, L, D] plus the block's output for it, normed; `tokens` as in `prepare`."""
         B, L, _ = residual.shape
         if B * L > MAX_TOKENS:
-            return finished(self.finish(self.prepare(residual, norm, tokens)))
+            return finished(self.finish_span(self.prepare(residual, norm, tokens)))
         return self.run_experts(self.choose(residual, norm, self.should_predict(B * L), tokens))
 
     def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
@@ -161,7 +161,7 @@ class MoE(nn.Module):
         prepared = Prepared(residual, self._latent(x), ids, weights, self._shared_output(residual, x, gates))
         return tuple(part.reshape(B, L, -1) for part in prepared if part is not None)
 
-    def finish(self, parts: Sequence[Array]) -> Pieces[Array]:
+    def finish_span(self, parts: Sequence[Array]) -> Pieces[Array]:
         """The routed experts over all tokens, from what `prepare` gave: [B, L, D]."""
         B, L, _ = parts[0].shape
         rows = Prepared(*(part.reshape(B * L, -1) for part in parts))
@@ -376,8 +376,8 @@ class MoEBetweenStreams(MoE):
         """As `MoE.prepare`, without `residual`."""
         return super().prepare(residual, norm, tokens)[1:]
 
-    def finish(self, parts: Sequence[Array]) -> Pieces[Array]:
-        return super().finish([backend.zeros_like(parts[0]), *parts])
+    def finish_span(self, parts: Sequence[Array]) -> Pieces[Array]:
+        return super().finish_span([backend.zeros_like(parts[0]), *parts])
 
 
 class LatentMoEBetweenStreams(MoEBetweenStreams, LatentMoE):

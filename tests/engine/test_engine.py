@@ -39,6 +39,7 @@ DEFAULTS = {
     "memory_bytes": None,
     "shards_in": (),
     "tokenizer": None,
+    "without_correction_bias": False,
     "ranks": None,
     "vision": True,
     "image_tokens": 1024,

@@ -17,11 +17,13 @@ from moeflux_mlx.engine.budget import plan_memory
 from moeflux_mlx.engine.demand import Demand
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.machine import Figures
+from moeflux_mlx.experts.routing import finished
 from moeflux_mlx.experts.waves import wave_size, waves_of
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.kinds import streams_before
 from moeflux_mlx.mixers.registry import USUAL, make_caches
 from moeflux_mlx.model.decoder import Model
+from moeflux_mlx.model.dense import DenseMLP
 from moeflux_mlx.model.layer import DecoderLayer
 from moeflux_mlx.model.span import PromptSizes, Span
 from moeflux_mlx.model.tokens import Tokens
@@ -120,13 +122,13 @@ def last_block(args, layer, positions, block):
         one.offset = positions - block
     made.set_dtype(mx.bfloat16)
     x = mx.zeros((1, block, args.hidden_size * streams_before(args.connections, layer)), mx.bfloat16)
-    made.mlp.finish = lambda parts, report: parts[0]
+    made.mlp.finish_span = DenseMLP.finish_span.__get__(made.mlp)
     tokens = mx.zeros((1, block), mx.int32)
     span, mixer = Span(tokens, positions - block, block, inputs=Tokens(tokens)), args.mixers[layer]
     if not mixer.has_own_choice:
         late = block - mixer.seeing_all(positions - block, block)
         span.chosen = defaultdict(lambda: Chosen(mx.zeros((1, late, mixer.handed_on), mx.int32)))
-    backend.start(made.pass_span(x, caches, span, lambda share: None))  # as between two layers
+    backend.start(finished(made.pass_span(x, caches, span)))  # as between two layers
 
 
 @pytest.mark.parametrize("name, chip", drawn(variants(), CHIPS))

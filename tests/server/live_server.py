@@ -184,7 +184,7 @@ class FakeSession:
     def answer(self, prompt, *, boundaries, max_tokens, sampler, logits_processors):
         return FakeAnswer(self, prompt, max_tokens, logits_processors if self.engine.obeys else ())
 
-    def absorb(self, prompt):
+    def absorb_prompt(self, prompt):
         self.engine.asked.append(list(prompt))
         known = self.known(prompt)
         self.reuse = Reuse(len(prompt), known)
@@ -223,7 +223,7 @@ class FakeAnswer:
         self.is_in_prompt, self.is_over, self._pieces, self._count = True, False, None, 0
 
     def advance_prompt(self):
-        self._pieces = self._pieces or self.session.absorb(self.prompt)
+        self._pieces = self._pieces or self.session.absorb_prompt(self.prompt)
         done = next(self._pieces, None)
         if done is None:
             self.is_in_prompt = False

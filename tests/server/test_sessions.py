@@ -16,7 +16,7 @@ def sessions():
 
 
 def make(count, max_bytes=1 << 30):
-    engine = types.SimpleNamespace(tokenizer=None)
+    engine = types.SimpleNamespace(model=None, tokenizer=None)
     return Sessions(lambda: FakeSession(engine), count, max_bytes)
 
 
