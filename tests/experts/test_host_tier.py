@@ -1,6 +1,7 @@
 """Records that stay in host memory after they were copied: what is read again, what goes first, and what is counted."""
 
 import threading
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +12,7 @@ from moeflux_mlx.engine.pressure import PoolLimit, Spare
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import staging
 from moeflux_mlx.experts.host_tier import HostTier
+from moeflux_mlx.experts.ranking import Ranking
 from moeflux_mlx.experts.streamed import StreamedExperts
 
 
@@ -175,6 +177,17 @@ def test_the_comparison_finds_a_wrong_place(loader, fault, monkeypatch):
         with pytest.raises(AssertionError):
             for one in run:
                 use(loader, *one)
+
+
+def test_tables_hear_of_each_record_that_comes_or_goes():
+    """A record may come after its layer's table was made, when the device has dropped it during its copy."""
+    heard, freed = [], []
+    tier = HostTier(SimpleNamespace(put=freed.append), Ranking(), 2, heard.append)
+    for place, key in enumerate([(0, 1), (0, 2), (0, 3)]):
+        tier.keep(key, place)
+    tier.keep((0, 3), 7)  # is there already
+    assert heard == [(0, 1), (0, 2), (0, 1), (0, 3)] and freed == [0, 7]
+    assert tier.take((0, 2)) == 1 and heard[-1] == (0, 2)
 
 
 def test_a_record_that_is_used_often_in_host_memory_is_copied(loader):

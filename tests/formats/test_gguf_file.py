@@ -166,6 +166,16 @@ def test_split_files_that_are_missing_or_strange(tmp_path):
         open_gguf(alone)
 
 
+def test_split_files_have_as_many_tensors_as_the_first_one_says(tmp_path):
+    paths, _ = split(tmp_path)
+    data, key = paths[0].read_bytes(), b"split.tensors.count"
+    at = data.index(key) + len(key) + 4  # behind the type
+    assert struct.unpack_from("<I", data, at) == (4,)
+    paths[0].write_bytes(data[:at] + struct.pack("<I", 5) + data[at + 4 :])
+    with pytest.raises(ModelFileError, match="m-00001-of-00002.gguf: the files have 4 tensors; the first says 5"):
+        open_gguf(paths[0])
+
+
 def test_a_directory_with_one_model(tmp_path):
     assert gguf_file.gguf_file(tmp_path) is None
     one = tmp_path / "one.gguf"
