@@ -95,6 +95,8 @@ def test_the_same_file_without_a_lie_is_read(tmp_path):
     assert whole.metadata == {"a": [5, 6]}
     assert (whole.tensors["x"].type, whole.tensors["x"].shape) == ("F32", (32,))
     assert whole.tensors["x"].offset + 128 == path.stat().st_size
+    path.write_bytes(raw()[:24])  # the smallest header
+    assert not open_gguf(path).metadata
 
 
 def write(path, tensors, keys=None, **options):
