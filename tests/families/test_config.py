@@ -510,6 +510,11 @@ def test_kimi_k3_as_published_and_as_mlx_lm_may_have_it():
     assert dataclasses.replace(flat, model_type="kimi_linear") == args
 
 
+def test_a_model_of_one_layer_scales_its_stream_likewise():
+    args = ModelArgs.from_dict(goldens.config("granitemoehybrid"))
+    assert dataclasses.replace(args, layers=args.layers[:1]).stream_scale == args.stream_scale != 1
+
+
 def test_defaults_of_beam_are_those_of_transformers():
     """Its layers with attention to all positions are every sixth and the last, its dense ones the first three."""
     names = ("head_dim", "sliding_window", "rope_parameters", "final_logit_softcapping", "n_group", "topk_group")
