@@ -14,6 +14,7 @@ from moeflux_mlx.experts import staging
 from moeflux_mlx.experts.host_tier import HostTier
 from moeflux_mlx.experts.ranking import Ranking
 from moeflux_mlx.experts.streamed import StreamedExperts
+from moeflux_mlx.ops.tiles import MAX_TOKENS
 
 
 def opened(packed, slots=3, host=2 * EXPERTS, **options):  # noqa: F811
@@ -62,6 +63,15 @@ def test_the_limit_of_mlx_follows_what_is_held(loader):
         assert mx.set_memory_limit(1 << 50) == 1 << 50
     finally:
         mx.set_memory_limit(before)
+
+
+def test_the_rows_of_a_step_take_one_step_of_time(loader, monkeypatch):
+    steps = []
+    monkeypatch.setattr(loader.pools, "pass_time", steps.append)
+    for tokens in (1, MAX_TOKENS, MAX_TOKENS + 1):
+        with loader.turn(tokens):
+            pass
+    assert steps == [1, 1, MAX_TOKENS + 1]
 
 
 def test_a_hint_copies_ahead(loader):
