@@ -22,7 +22,7 @@ PLAIN = Residual()
 
 
 class Prepared(NamedTuple):
-    """The result of `MoE.prepare`, for `MoE.finish_span`: arrays of many tokens; `shared`: the shared expert's output."""
+    """What `MoE.prepare` gives for `MoE.finish_span`: arrays of many tokens; `shared`: the shared expert's output."""
 
     residual: AnyArray
     x: AnyArray

@@ -297,5 +297,11 @@ def test_a_budget_is_spent_nearly_best(sizes, budget):
             assert error <= sum(one.error for one in better) + 1e-6
 
 
+def test_a_step_that_does_not_fit_leaves_its_bytes_to_smaller_ones():
+    large, small = [(1, 9.0), (50, 0.0)], [(1, 5.0), (4, 4.9)]
+    options = [[Option(Quant(4, 64), size, error) for size, error in one] for one in (large, small)]
+    assert [one.nbytes for one in spend(dict(enumerate(options)), 10).values()] == [1, 4]
+
+
 def combinations(groups):
     return [[one, *rest] for one in groups[0] for rest in (combinations(groups[1:]) if groups[1:] else [[]])]

@@ -121,11 +121,19 @@ def test_a_run_that_was_killed_ends_with_the_same_bytes(tmp_path, family):
             (tmp_path / "killed" / ".hidden-00001.safetensors.1.ab").write_bytes(b"what a signal leaves behind")
     assert len(set(stops)) > 2
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    kinds = [name.partition("-")[0] for name in contents(tmp_path / "whole")]
+    assert len(kinds) == len(set(kinds)), "what the last layer needs alone stays"
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"texts": [np.array([1, 2, 4])]}, {"dtype": mx.bfloat16}, {"rows_at_once": 9}, {"name": "other"}],
+    [
+        {"texts": [np.array([1, 2, 4])]},
+        {"texts": [np.array([1, 2]), np.array([3])]},
+        {"dtype": mx.bfloat16},
+        {"rows_at_once": 9},
+        {"name": "other"},
+    ],
 )
 def test_a_folder_of_another_run_is_refused(tmp_path, change):
     weights = open_layers(tiny_directory("qwen3_moe", "hub"))

@@ -221,6 +221,8 @@ def test_a_gguf_model_of_a_repository_is_planned_from_headers_and_comes_alone(gg
     assert asked_for(ggufs) == {f"UD-Q8_0/{part.name}" for part in ggufs.first.parent.iterdir()}
     assert generate(["--model", str(ggufs.first), "--prompt", "Hello", "--max-tokens", "3"]) == 0
     assert capfd.readouterr().out == out
+    remote, size = Remote.look_up(name), sum(part.stat().st_size for part in ggufs.first.parent.iterdir())
+    assert (remote.missing, remote.total) == (0, size)
     ggufs.repo = "org/elsewhere"  # the Hub does not answer for this one any more
     assert fetch(name).name == ggufs.first.name
     tokens = mx.array([[1, 2, 3]])

@@ -298,7 +298,7 @@ def test_missing_directory(capfd, tmp_path):
 
 def test_a_file_instead_of_a_directory(capfd, tmp_path):
     (tmp_path / "model").write_text("")
-    assert "is not a directory" in fails(capfd, "--model", tmp_path / "model")
+    assert "is not a directory, nor a GGUF file" in fails(capfd, "--model", tmp_path / "model")
 
 
 def test_checkpoint_that_is_not_packed(capfd, copy_dir):

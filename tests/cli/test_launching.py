@@ -135,6 +135,7 @@ def test_errors_are_one_line(model, programs, tmp_path, capsys, monkeypatch):
     assert said == (
         "error: moeflux-demo takes 1024 tokens at most, and codex needs a context of 32768; give another --model"
     )
+    assert line(capsys, "aider").endswith("and aider needs a context of 8192; give another --model")
     said = line(capsys, "codex", "--model", model, "--context", "4096")
     assert said.startswith("error: --context 4096 tokens at most, and codex needs a context of 32768; give at least")
     assert "nowhere does not exist" in line(capsys, "qwen", "--model", tmp_path / "nowhere")
@@ -143,6 +144,7 @@ def test_errors_are_one_line(model, programs, tmp_path, capsys, monkeypatch):
     assert "the program cannot be started: " in line(capsys, "goose", "--model", model)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert line(capsys, "qwen") == "error: qwen is not installed; npm install -g @qwen-code/qwen-code"
+    assert line(capsys, "aider") == "error: aider is not installed; pip install aider-chat"
 
 
 def test_a_model_that_calls_no_tools_is_refused_before_the_program_starts(model, programs, tmp_path, capsys):

@@ -124,6 +124,10 @@ def test_an_ultra_is_two_of_the_max():
             assert chip.matrix_tflops == (half.matrix_tflops and 2 * half.matrix_tflops)
 
 
+def test_macs_have_memory_of_the_sizes_that_are_sold():
+    assert {chip.memory for chip in CHIPS.values()} <= {16, 18, 24, 32, 36, 48, 64, 96}
+
+
 def test_an_unknown_chip_is_refused_with_the_known_ones(capsys):
     with pytest.raises(RequestError, match="give one of M1, M1 Pro"):
         Mac.of("M9")

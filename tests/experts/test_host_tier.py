@@ -1,6 +1,7 @@
 """Records that stay in host memory after they were copied: what is read again, what goes first, and what is counted."""
 
 import threading
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +12,9 @@ from moeflux_mlx.engine.pressure import PoolLimit, Spare
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import staging
 from moeflux_mlx.experts.host_tier import HostTier
+from moeflux_mlx.experts.ranking import Ranking
 from moeflux_mlx.experts.streamed import StreamedExperts
+from moeflux_mlx.ops.tiles import MAX_TOKENS
 
 
 def opened(packed, slots=3, host=2 * EXPERTS, **options):  # noqa: F811
@@ -60,6 +63,15 @@ def test_the_limit_of_mlx_follows_what_is_held(loader):
         assert mx.set_memory_limit(1 << 50) == 1 << 50
     finally:
         mx.set_memory_limit(before)
+
+
+def test_the_rows_of_a_step_take_one_step_of_time(loader, monkeypatch):
+    steps = []
+    monkeypatch.setattr(loader.pools, "pass_time", steps.append)
+    for tokens in (1, MAX_TOKENS, MAX_TOKENS + 1):
+        with loader.turn(tokens):
+            pass
+    assert steps == [1, 1, MAX_TOKENS + 1]
 
 
 def test_a_hint_copies_ahead(loader):
@@ -175,6 +187,17 @@ def test_the_comparison_finds_a_wrong_place(loader, fault, monkeypatch):
         with pytest.raises(AssertionError):
             for one in run:
                 use(loader, *one)
+
+
+def test_tables_hear_of_each_record_that_comes_or_goes():
+    """A record may come after its layer's table was made, when the device has dropped it during its copy."""
+    heard, freed = [], []
+    tier = HostTier(SimpleNamespace(put=freed.append), Ranking(), 2, heard.append)
+    for place, key in enumerate([(0, 1), (0, 2), (0, 3)]):
+        tier.keep(key, place)
+    tier.keep((0, 3), 7)  # is there already
+    assert heard == [(0, 1), (0, 2), (0, 1), (0, 3)] and freed == [0, 7]
+    assert tier.take((0, 2)) == 1 and heard[-1] == (0, 2)
 
 
 def test_a_record_that_is_used_often_in_host_memory_is_copied(loader):

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeflux_mlx.experts.ranking import BETWEEN, HALF_LIFE, Ranking
+from moeflux_mlx.experts.ranking import BETWEEN, HALF_LIFE, WORTH_A_COPY, Ranking
 
 KEYS = st.integers(0, 5)
 CALLS = st.lists(
@@ -113,6 +113,15 @@ def test_uses_add_up_and_end_a_demotion():
     assert ranking.first(lambda key: True) == (0, 2)
     ranking.use((0, 2))
     assert ranking.first(lambda key: True) == (0, 1)
+
+
+def test_a_copy_pays_from_so_many_more_uses_on_without_the_last():
+    ranking = Ranking()
+    ranking.use((0, 0), 2.0)
+    ranking.use((0, 1), 2.0 + WORTH_A_COPY + 0.9)
+    assert not ranking.is_worth_a_copy((0, 1), (0, 0))
+    ranking.use((0, 1), 0.2)
+    assert ranking.is_worth_a_copy((0, 1), (0, 0)) and not ranking.is_worth_a_copy((0, 0), (0, 1))
 
 
 def test_what_the_last_step_used_is_spared():

@@ -25,7 +25,7 @@ from moeflux_mlx.families.longcat import USUAL
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.formats.record import STRIDE_ALIGNMENT, ExpertLayout
-from moeflux_mlx.kinds import SILU, BlockSums
+from moeflux_mlx.kinds import SILU, BlockSums, QueryGrowth
 from moeflux_mlx.mixers.delta.spec import Delta
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.latent.module import softmax_scale
@@ -511,6 +511,11 @@ def test_kimi_k3_as_published_and_as_mlx_lm_may_have_it():
     assert dataclasses.replace(flat, model_type="kimi_linear") == args
 
 
+def test_a_model_of_one_layer_scales_its_stream_likewise():
+    args = ModelArgs.from_dict(goldens.config("granitemoehybrid"))
+    assert dataclasses.replace(args, layers=args.layers[:1]).stream_scale == args.stream_scale != 1
+
+
 def test_defaults_of_beam_are_those_of_transformers():
     """Its layers with attention to all positions are every sixth and the last, its dense ones the first three."""
     names = ("head_dim", "sliding_window", "rope_parameters", "final_logit_softcapping", "n_group", "topk_group")
@@ -520,6 +525,7 @@ def test_defaults_of_beam_are_those_of_transformers():
     assert args == ModelArgs.from_dict(config)
     assert [i for i, mixer in enumerate(args.mixers) if mixer.query_scale] == [5, 11, 17, 23, 29, 35, 41, 47, 51]
     assert all((mixer.window == 512) is (mixer.query_scale is None) for mixer in args.mixers)
+    assert {mixer.query_scale for mixer in args.mixers} == {None, QueryGrowth(0.1, 2048)}
     assert args.moe_layers == tuple(range(3, 52))
 
 

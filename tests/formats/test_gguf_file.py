@@ -97,6 +97,8 @@ def test_the_same_file_without_a_lie_is_read(tmp_path):
     assert whole.metadata == {"a": [5, 6]}
     assert (whole.tensors["x"].type, whole.tensors["x"].shape) == ("F32", (32,))
     assert whole.tensors["x"].offset + 128 == path.stat().st_size
+    path.write_bytes(raw()[:24])  # the smallest header
+    assert not open_gguf(path).metadata
 
 
 def write(path, tensors, keys=None, **options):
@@ -193,6 +195,16 @@ def test_a_pipe_is_no_model(tmp_path):
         with pytest.raises(ModelFileError, match="a pipe or a socket; give a regular file|nor a GGUF file"):
             resolve(place)
     os.close(writer)
+
+
+def test_split_files_have_as_many_tensors_as_the_first_one_says(tmp_path):
+    paths, _ = split(tmp_path)
+    data, key = paths[0].read_bytes(), b"split.tensors.count"
+    at = data.index(key) + len(key) + 4  # behind the type
+    assert struct.unpack_from("<I", data, at) == (4,)
+    paths[0].write_bytes(data[:at] + struct.pack("<I", 5) + data[at + 4 :])
+    with pytest.raises(ModelFileError, match="m-00001-of-00002.gguf: the files have 4 tensors; the first says 5"):
+        open_gguf(paths[0])
 
 
 def test_a_directory_with_one_model(tmp_path):

@@ -5,6 +5,7 @@ from argparse import Namespace
 from dataclasses import replace
 
 import goldens
+import make_random_model
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -40,9 +41,12 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(optimistic, "TOGETHER", 2)
 
 
-def opened(family, records=None, ahead=True, preadv=os.preadv, **options):
+def opened(family, *given, **options):
+    return opened_in(tiny_directory(family), *given, **options)
+
+
+def opened_in(path, records=None, ahead=True, preadv=os.preadv, **options):
     """A model whose pool has room for `records` records (None: all), compiled as for a GPU."""
-    path = tiny_directory(family)
     args, tensors = ModelArgs.from_file(path), read_resident(path)
     packed = PackedExperts.open(path, args)
     nbytes = 1 << 30 if records is None else records * packed.layout.held_bytes
@@ -65,8 +69,10 @@ def run(model, tokens):
     return np.array(mx.concatenate([model(mx.array([[token]]), cache) for token in tokens], axis=1)[0])
 
 
-@pytest.mark.parametrize("records", [None, 40, 6])
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "deepseek_v3"])
+CASES = [(family, records) for family in ("qwen3_moe", "qwen3_5_moe", "deepseek_v3") for records in (None, 40, 6)]
+
+
+@pytest.mark.parametrize("family, records", [*CASES, ("glm_moe_dsa", 8)])  # 8: a token's experts in all layers
 def test_same_bits_and_counts_as_with_a_wait_for_each_choice(family, records):
     made = []
     for ahead in (False, True):
@@ -79,6 +85,20 @@ def test_same_bits_and_counts_as_with_a_wait_for_each_choice(family, records):
     assert all(map(np.array_equal, made[0][0], made[1][0]))
     assert made[0][1:] == made[1][1:]
     assert made[0][2] and made[0][3]
+
+
+def test_the_choice_of_a_layer_that_was_dropped_is_not_handed_on(monkeypatch, tmp_path):
+    """Layer 2 takes the choice of layer 0, also if layer 1 lacks an expert and layer 3, which chooses anew, is queued
+    behind it."""
+    config = goldens.config("glm_moe_dsa") | {"indexer_types": ["full", "shared", "shared", "full", "shared"]}
+    make_random_model.write_model(config, tmp_path, np.random.default_rng(0))
+    logits = []
+    for ahead in (False, True):
+        model = opened_in(tmp_path, 12, ahead, least_slots=TOP_K)
+        accepted = calls(monkeypatch, model.experts, "accept")
+        logits.append(run(model, tokens_of("glm_moe_dsa", config["index_topk"] + 8)))
+        model.experts.close()
+    assert {1, 2, 3} <= {*accepted} and np.array_equal(*logits)
 
 
 def calls(monkeypatch, source, name):
@@ -103,8 +123,9 @@ def test_records_that_are_there_are_not_requested(monkeypatch):
     cache = model.make_cache()
     mx.eval(model(mx.array([[1]]), cache))
     requested.clear()
+    told = calls(monkeypatch, model.layers[0].mlp.experts, "accepted")
     mx.eval(model(mx.array([run_one]), cache))
-    assert (requested, accepted) == ([], layers)
+    assert (requested, accepted, told) == ([], layers, layers)
     model.experts.close()
 
 

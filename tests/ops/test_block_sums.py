@@ -70,7 +70,7 @@ def test_more_sums_than_a_thread_has_registers_for():
         check(32, 40, mx.float32)  # 33 where a block begins
 
 
-@pytest.mark.parametrize("rows", [3, 20])
+@pytest.mark.parametrize("rows", [3, 20, 320])  # 320: as many as a sum has values
 def test_rows_of_a_step_have_the_bits_that_they_have_alone(rows):
     """Also on numpy arrays, as the CPU computes."""
     h = np.random.default_rng(1).normal(size=(1, rows, 3 * 320)).astype(np.float32)

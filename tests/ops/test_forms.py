@@ -10,6 +10,7 @@ from tile_choices import OF_CUDA, Chosen
 
 from metal import msl
 from moeflux_mlx import quant as quant_module
+from moeflux_mlx.engine.random_weights import random_parts
 from moeflux_mlx.formats.record import Record, rounded
 from moeflux_mlx.ops import backend, experts, forms, linear, native
 from moeflux_mlx.ops.dequantize import dequantized_records
@@ -511,6 +512,12 @@ def test_resident_matrices(quant, kind):
     assert error(heads, matrix.values.reshape(4, 16, H)[:, 8:]) < 2e-7
     part = part_of_heads(wide, 4, slice(8, None))
     assert error(np.array(dequantized(part, mx.float32)), heads) < 2e-7
+
+
+@grid(GGUF)
+def test_random_weights_of_a_form_keep_the_size_of_their_input(quant, kind):
+    values = dequantized(Part(quant, *random_parts(quant, (64, 512), mx.float32)), mx.float32)
+    assert values.shape == (64, 512) and 0.3 < values.std().item() * 512**0.5 < 2
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])

@@ -73,6 +73,13 @@ def test_calls_of_any_lengths_match_the_recurrence(make, seed, texts, lengths):
 
 
 @pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("make", [np.array, mx.array])
+def test_a_prompt_in_pieces_matches_the_recurrence(monkeypatch, make):
+    monkeypatch.setattr(operation, "PIECE", 2 * CHUNK)
+    assert error(make, *drawn(2, 2, 4 * CHUNK + 3), [4 * CHUNK + 3]) < TOLERANCE
+
+
+@pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("fault", ["state", "later tokens", "order of groups"])
 def test_faults_would_be_seen(monkeypatch, fault):
     right = operation.chunk

@@ -44,6 +44,8 @@ else:
     from hypothesis import strategies as st
 
     from moeflux_mlx.ops import interrupt, native
+    from moeflux_mlx.packing.gguf_forms import repacked
+    from moeflux_mlx.quant import GGUF_MODES
 
     pytestmark = pytest.mark.skipif(not native.available(), reason="the extension is not built")
 
@@ -460,6 +462,16 @@ def test_rope(path, tokens, heads, half, rest, neighbours, seed):
 @given(st.integers(1, 70), st.integers(1, 7), seeds, st.booleans())
 def test_dequantize(path, rows, groups, seed, f32):
     check_dequantize(rows, groups, seed, f32)
+
+
+@pytest.mark.parametrize("mode", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_nested_scales_of_each_group(path, mode):
+    gguf_models = pytest.importorskip("gguf_models")  # without the package gguf
+    form = GGUF_MODES[mode.lower()]
+    stored = gguf_models.random_blocks(mode, (3, 5 * 256), 0)
+    values = gguf_models.values_of(mode, stored)
+    got = native.dequantize(Quant(form.bits, form.group_size, mode.lower()), *repacked(mode, stored))
+    np.testing.assert_allclose(got, values, rtol=1e-6)
 
 
 @few

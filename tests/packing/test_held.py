@@ -9,6 +9,7 @@ from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.weights import model_fingerprint, open_weights
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.formats.owners import Owners, RankShare
+from moeflux_mlx.plan import main as plan
 from moeflux_mlx.state import fingerprint
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")
@@ -76,6 +77,12 @@ def test_other_ranks_and_single_processes_refuse_it(directories):
         with pytest.raises(ModelFileError, match=f"this is rank {wanted.rank} of {len(wanted.owners.shares)}"):
             weights.check_held(wanted)
     open_weights(directories / "whole").check_held(None)
+
+
+def test_a_plan_of_one_rank_s_directory_is_one_for_all_ranks(directories, capsys):
+    assert plan(["--model", str(directories / "1")]) == 1
+    assert "holds the experts of rank 1 of 3 only" in capsys.readouterr().err
+    assert plan(["--model", str(directories / "1"), "--ranks", "3"]) == 0
 
 
 @pytest.mark.parametrize(

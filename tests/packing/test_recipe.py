@@ -97,6 +97,13 @@ def test_recipes_that_do_not_suit_the_model_are_refused(tmp_path):
         convert(source, tmp_path / "out", recipe=path)
 
 
+def test_options_override_what_differs_in_some_layers():
+    recipe = Recipe.from_json(MIXED, "mixed", "here").with_forms({"gate_up": Quant(2, 64), "down": Quant(2, 64)})
+    forms = [recipe.form(part, layer, 3) for part in ("gate_up", "down") for layer in range(3)]
+    assert forms == [Quant(2, 64)] * 6
+    assert recipe.to_json()["layers"] == {"-1": {"attention": 2}}
+
+
 def test_every_matrix_belongs_to_one_part():
     met = {}
     for family in ("qwen3_next", "nemotron_h", "lfm2_moe", "deepseek_v32", "glm5_next", "qwen4_exp"):

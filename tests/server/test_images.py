@@ -356,6 +356,8 @@ def test_the_pixels_in_flight_are_bounded():
         with pytest.raises(BadRequestError) as refused, budget.hold(1):
             pass
         assert (refused.value.status, refused.value.code) == (503, "overloaded")
+    with pytest.raises(RequestError), budget.hold(10):
+        raise RequestError("the image cannot be read")
     with budget.hold(10):
         pass
 

@@ -45,7 +45,8 @@ def test_a_chat_with_the_demo_model(browser, log):  # noqa: F811
         page.click("[aria-label=Regenerate]")
         page.until(lambda: server.models.totals.generated_tokens == 2 * tokens)
         page.ended()
-        assert page.see(".assistant .md") == said and page.count(".message") == 2
+        said = page.see(".assistant .md")  # another one: the demo model's second answer is sampled
+        assert said and page.count(".message") == 2
         assert page.see(".ended") == "Ended at the limit of tokens.Continue" and page.see(".versions") == "2/2"
         page.click(".ended button")
         page.until(lambda: server.models.totals.generated_tokens == 3 * tokens)

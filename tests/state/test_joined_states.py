@@ -73,6 +73,28 @@ def test_each_sequence_has_the_state_that_it_has_alone():
 
 
 @pytest.mark.usefixtures("cpu_device")
+def test_sequences_that_were_rows_of_different_steps():
+    """Each is in the place that it had, but the arrays of the last steps are not the same."""
+    step, (a, b, c, d) = DecodeStep(run), [Text(float(i)) for i in range(4)]
+    for pair in ((a, b), (c, d), (a, d)):
+        advance(step, pair, [1, 2])
+    assert all(text.holds() for text in (a, b, c, d))
+
+
+@pytest.mark.usefixtures("cpu_device")
+def test_a_sequence_that_goes_on_alone_keeps_no_state_of_the_others():
+    large = SimpleNamespace(conv_shape=(2, 1 << 14), state_shape=(1 << 15,))
+    arrays = [mx.zeros((4, *shape)) for shape in (large.conv_shape, large.state_shape)]
+    mx.eval(arrays)
+    before, cache = mx.get_active_memory(), Joining(large)
+    cache.take_joined(arrays, 2)
+    cache.separate()
+    del arrays
+    mx.eval(cache.arrays)
+    assert before - mx.get_active_memory() == 3 * 4 * 2 * (1 << 15)
+
+
+@pytest.mark.usefixtures("cpu_device")
 def test_the_same_sequences_go_on_without_a_copy():
     step, texts = DecodeStep(run), [Text(float(i)) for i in range(3)]
     advance(step, texts, [1, 2, 3])

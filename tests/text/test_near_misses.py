@@ -112,6 +112,8 @@ def test_an_opening_tag_counts_if_its_parameter_is_missing_and_it_stands_where_t
     assert arguments(f"a\n{opening('days')}3") == {"city": "a", "days": 3}
     assert arguments(f"a\n{opening('city')}b") == {"city": f"a\n{opening('city')}b"}
     assert arguments(f"a\n{opening('other')}b") == {"city": f"a\n{opening('other')}b"}
+    text = f"3\n{opening('unit')}4"
+    assert arguments(f"a\n{opening('unit')}{text}") == {"city": "a", "unit": text}, "the value has one already"
     text = f"a\n{opening('days')}3"
     assert arguments(text, ("days", "4")) == {"city": text, "days": 4}, "the parameter comes later"
     text = f"a\n{opening('days')}3{line}{tags.value[1]}\nb"

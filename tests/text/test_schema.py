@@ -18,7 +18,7 @@ from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4
 from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
 from moeflux_mlx.text.calls.reader import AnswerReader
 from moeflux_mlx.text.calls.registry import DIALECTS
-from moeflux_mlx.text.calls.schema import ValueShape, variants
+from moeflux_mlx.text.calls.schema import MAX_ALTERNATIVES, ValueShape, variants
 from moeflux_mlx.text.calls.tool_call import QWEN_JSON, QWEN_XML
 from moeflux_mlx.text.calls.typed import JSON_TYPES
 from moeflux_mlx.text.grammar import calls_grammar
@@ -32,6 +32,7 @@ POINT = {"type": "object", "properties": {"a": INTEGER, "b": TEXT}, "required": 
 NOTE = {"type": "object", "properties": {"c": {"enum": ["x", 3]}}, "required": ["c"], "additionalProperties": False}
 DEEP = {"x y": {"prefixItems": [TEXT, INTEGER]}, "a/b~": {"$ref": "#/$defs/x%20y/prefixItems/1"}}
 LENGTHS = [{"type": "string", "minLength": n} for n in range(20)]
+LONGEST = [{"type": "string", "maxLength": n} for n in range(20)]
 # Schema, what it allows, what it forbids.
 SCHEMAS = {
     "reference": ({"$ref": "#/$defs/p", "$defs": {"p": POINT}}, [{"a": 1, "b": "5"}], [{}, {"a": "x"}]),
@@ -265,6 +266,13 @@ def test_a_large_merge_ends_early():
     assert ValueShape(schema, schema).keys == large["properties"].keys()
     schema["allOf"], begin = schema["allOf"] * 500, process_time()
     assert not ValueShape(schema, schema).keys and process_time() - begin < 1
+
+
+def test_unions_that_hold_together_are_resolved_up_to_so_many_alternatives():
+    shortest = [{"minLength": n} for n in range(16)]
+    least, most = ({"allOf": [{"anyOf": shortest}, {"anyOf": LONGEST[:count]}]} for count in (16, 17))
+    assert len(variants(least, {})) == MAX_ALTERNATIVES == 16 * 16
+    assert variants(most, {}) == [most]
 
 
 def test_alternatives_that_differ_in_words_alone_are_one():
