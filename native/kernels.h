@@ -1189,26 +1189,9 @@ static TARGET void FN(rope)(const float *x, const float *cosine, const float *si
     }
 }
 
-/* Returns the XOR of n words. The benchmark measures with it how fast this path reads memory. */
-static TARGET uint32_t FN(fold)(const uint32_t *p, ptrdiff_t n) {
-    vu a = {0}, b = {0}, c = {0}, d = {0};
-    uint32_t out = 0;
-    ptrdiff_t i = 0;
-    for (; i + 4 * W <= n; i += 4 * W) {
-        a ^= *(const vu *)(p + i);
-        b ^= *(const vu *)(p + i + W);
-        c ^= *(const vu *)(p + i + 2 * W);
-        d ^= *(const vu *)(p + i + 3 * W);
-    }
-    for (; i < n; i++) out ^= p[i];
-    a ^= b ^ c ^ d;
-    for (int j = 0; j < W; j++) out ^= a[j];
-    return out;
-}
-
 const Path FN(path) = {
     FN(path_name), W, FN(pack), FN(rows), NULL, FN(pack_blocks), FN(rows_of_blocks), FN(dense_rows), FN(dequantize), FN(combine), FN(activate), FN(add),
-    FN(rms_norm), FN(rope), FN(softmax), FN(attend), FN(delta), FN(conv), FN(fold),
+    FN(rms_norm), FN(rope), FN(softmax), FN(attend), FN(delta), FN(conv),
     NULL, NULL, NULL,
 };
 

@@ -1359,35 +1359,6 @@ static PyObject *op_rope(PyObject *self, PyObject *const *a, Py_ssize_t n) {
 
 /* ---- control ------------------------------------------------------------------------------ */
 
-typedef struct {
-    const Path *path;
-    const uint32_t *words;
-    ptrdiff_t n;
-    atomic_uint folded;
-} Fold;
-
-enum { FOLD_WORDS = 1 << 18 };
-
-static void fold_job(void *ctx, ptrdiff_t chunk, int member) {
-    Fold *c = ctx;
-    ptrdiff_t at = chunk * FOLD_WORDS;
-    (void)member;
-    atomic_fetch_xor(&c->folded, c->path->fold(c->words + at, min(FOLD_WORDS, c->n - at)));
-}
-
-/* fold(words[N]) -> XOR of all words */
-static PyObject *op_fold(PyObject *self, PyObject *object) {
-    Args args = {.n = 0};
-    Py_buffer *words = take(&args, object, "words", WORDS, 1, 0);
-    if (!words) return args_done(&args, 0);
-    Fold c = {.path = path, .words = words->buf, .n = words->shape[0]};
-    Py_BEGIN_ALLOW_THREADS;
-    team_run(fold_job, &c, ceil_div(c.n, FOLD_WORDS));
-    Py_END_ALLOW_THREADS;
-    args_done(&args, 0);
-    return PyLong_FromUnsignedLong(atomic_load(&c.folded));
-}
-
 enum { HUGE_PAGE = 1 << 21 };
 
 /* huge_pages(array) -> how many of its bytes are now in huge pages; 0 if the system has no such call */
@@ -1458,7 +1429,6 @@ static PyMethodDef methods[] = {
     FAST(gated_delta),
     FAST(channel_delta),
     FAST(rope),
-    {"fold", op_fold, METH_O, NULL},
     {"huge_pages", op_huge_pages, METH_O, NULL},
     {"paths", op_paths, METH_NOARGS, NULL},
     {"_force", op_force, METH_O, NULL},

@@ -132,7 +132,6 @@ typedef struct {
     void (*delta)(const float *, float *, const float *, const float *, const float *, const float *, int, float, float *,
                   ptrdiff_t, ptrdiff_t);
     void (*conv)(float *, const float *, const float *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, float *);
-    uint32_t (*fold)(const uint32_t *, ptrdiff_t);
     /* A faster kernel for the rows of a step, which gives other bits, or NULL. */
     void (*step_pack)(const float *, float *, ptrdiff_t);
     void (*step_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);

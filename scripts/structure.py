@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks the shape of the package: where ways of mixing tokens are named, how long modules and functions are, which
-public signatures have types without a name, how often code asks whether an array is numpy's or MLX's, and how often
-tests reach for private names.
+public signatures have types without a name, how often code asks whether an array is numpy's or MLX's, which names
+nothing uses, and how often tests reach for private names.
 
     scripts/structure.py
 
@@ -9,6 +9,9 @@ A way of mixing tokens is known to its own folder in `mixers/` and to the reader
 asks it. A module of more than 400 lines needs a reason in `LONG`; no function has more than 60, besides its docstring.
 The signature of a public function or method has no bare `Any`: the type has a name, such as `AnyArray` or `JsonValue`.
 Code asks for the kind of an array in at most `KIND_PLACES` places besides `KIND`, whose functions serve both.
+A function, class, variable, method or attribute that no module of the package uses goes, also if tests or scripts use
+it, unless it belongs to `PUBLIC` or has a reason in `SEAMS`. A use is found by its name: in the module that defines it,
+an import, an attribute of anything, a string that is this name, or one in an annotation.
 Only `LOOP` takes prompts and steps through a model: it alone calls a model's `advance` and `step`.
 Tests use public names: they reach for private ones of the package, which begin with one underscore, in at most
 `PRIVATE_PLACES` places. Prints each fault and fails if there is one. tests/test_imports.py checks that imports point
@@ -28,11 +31,26 @@ MODULE_LINES, FUNCTION_LINES, PRIVATE_PLACES, KIND_PLACES = 400, 60, 60, 53
 KIND, LOOP = PurePath("ops/backend.py"), PurePath("engine/loop.py")
 DRIVES = re.compile(r"(.*\.)?_?model\.(advance|step)")
 PRIVATE = re.compile(r"(?:.*\.)?(_[A-Za-z]\w*)")  # a name, perhaps with those of what it belongs to
+NAMES = re.compile(r"\w+(\[\w+\])?")
 UNNAMED = re.compile(r"\bAny\b")
 KINDS = {"mx.array", "np.ndarray"}
 LIBRARIES = {"mx", "np"}
 OF_TUPLES = "_replace"  # of a named tuple, where the underscore only avoids names of fields
 ONE_OPERATION = "one mixer's operation: kernels, twin, native form and chooser"
+PUBLIC = "public.py"  # what it imports is for users, with all members of its classes
+LIBRARY = "a library that calls us reads it"
+SEAMS = {  # name that only tests, scripts, users or libraries use: the reason
+    "use_path": "tests compare the instruction sets of the native kernels",
+    "invalidate": "tests and benchmarks read records again",
+    "Request.api": "tests choose by it how an answer is written",
+    "TokenLogprob.token_id": "tests compare it with the chosen token",
+    "KeepWarm.launched": "tests count launches",
+    "TokenizerWrapper.think_start": "mlx-lm's tokenizers have it",
+    "TokenizerWrapper.think_end": "mlx-lm's tokenizers have it",
+    **dict.fromkeys(("PatientProtocol.eof_received", "PatientProtocol.send_400_response"), LIBRARY),
+    **dict.fromkeys(("Listener.capture_signals", "_Retries.filter", "_Words.special_token_ids"), LIBRARY),
+    "VMStatistics._fields_": LIBRARY,
+}
 LONG = {  # module: why it is longer
     "engine/session.py": "one text: what is kept of it, and how a prompt goes on from that",
     "experts/streamed.py": "one source of experts: turns, requests and memory share one lock",
@@ -139,6 +157,67 @@ def kind_places(package: Path) -> list[str]:
     ]
 
 
+Names = list[tuple[int, str]]  # with their lines
+
+
+def bound(node: ast.stmt) -> Names:
+    """The names that a statement of a module or class defines; of a tuple only the last."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [(node.lineno, node.name)]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    last = [one.elts[-1] if isinstance(one, ast.Tuple) else one for one in targets]
+    return [(node.lineno, one.id) for one in last if isinstance(one, ast.Name)]
+
+
+def members(node: ast.ClassDef) -> Names:
+    """The methods, fields and attributes of a class; those of tuples and of dictionaries with types may have no use."""
+    if any(ast.unparse(base) in ("NamedTuple", "TypedDict") for base in node.bases):
+        return []
+    kept = (
+        (one.lineno, one.attr)
+        for one in ast.walk(node)
+        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store) and ast.unparse(one.value) == "self"
+    )
+    return [*(name for one in node.body for name in bound(one)), *kept]
+
+
+def reads(tree: ast.AST, without: str = "") -> Iterator[str]:
+    """Names that are read as variables, besides the one that is defined."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id != without:
+            yield node.id
+
+
+def reads_elsewhere(tree: ast.Module) -> Iterator[str]:
+    """Names that a module may read of others: attributes, imports, and strings that are a name or a type."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and NAMES.fullmatch(node.value):
+            yield from re.findall(r"\w+", node.value)
+
+
+def unused(package: Path, seams: Iterable[str] = SEAMS) -> list[str]:
+    """Names that nothing in the package uses, and seams that are none."""
+    trees = {file.relative_to(package): ast.parse(file.read_text("utf-8")) for file in sorted(package.rglob("*.py"))}
+    known = {name for tree in trees.values() for name in reads_elsewhere(tree)}
+    public = set(reads_elsewhere(trees[PurePath(PUBLIC)])) if PurePath(PUBLIC) in trees else set()
+    found: dict[str, str] = {}
+    for module, tree in trees.items():
+        here = {name for one in tree.body for name in reads(one, getattr(one, "name", ""))}
+        defined = [("", line, name) for one in tree.body for line, name in bound(one) if name not in here]
+        for one in ast.walk(tree):
+            if isinstance(one, ast.ClassDef) and one.name not in public:
+                defined += [(f"{one.name}.", line, name) for line, name in members(one)]
+        for owner, line, name in defined:
+            if name not in known and not (name.startswith("__") or name == "_"):
+                found[owner + name if owner + name in seams else name] = f"{module}:{line} nothing uses {owner}{name}"
+    needless = [f"{name} needs no reason: it is used, or gone" for name in seams if name not in found]
+    return [text for name, text in found.items() if name not in seams] + needless
+
+
 def definitions(tree: ast.Module) -> Iterator[str]:
     """The functions, classes, variables and attributes that a module defines, and what it imports."""
     for node in ast.walk(tree):
@@ -176,7 +255,8 @@ def private_places(package: Path, tests: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    found, places, kinds = faults(PACKAGE), private_places(PACKAGE, TESTS), kind_places(PACKAGE)
+    found = faults(PACKAGE) + unused(PACKAGE)
+    places, kinds = private_places(PACKAGE, TESTS), kind_places(PACKAGE)
     if len(places) > PRIVATE_PLACES:
         found += [*places, f"tests reach for private names in {len(places)} places, more than {PRIVATE_PLACES}"]
     if len(kinds) > KIND_PLACES:

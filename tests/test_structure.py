@@ -122,3 +122,47 @@ def test_questions_for_the_kind_of_an_array_are_seen(package):
         (package / name).write_text(f"{asking}isinstance(x, int) and library.array(x) is None\nlen(np.ndarray)\n")
     want = [f"module.py:{line} asks for the kind of an array" for line in (1, 2, 3, 4)]
     assert structure.kind_places(package) == want
+
+
+UNUSED = """
+from typing import NamedTuple
+import module
+TOP, LAST = range(2)
+OF_TYPE = 0
+def used(): return LAST
+def dead(): return dead()
+def hidden(): ...
+class Thing:
+    field: int
+    dead_field: int
+    def __init__(self): self.kept = self.lost = used()
+    def method(self, x: "list[Thing]"): self.method = x.field + self.kept
+    def dead_method(self): ...
+    def seam(self): ...
+class Pair(NamedTuple):
+    first: int
+def reader(x: "Unpack[OF_TYPE]", y: Pair): return getattr(x, "hidden")
+module.reader
+"""
+
+
+def test_names_that_nothing_uses_are_seen(package):
+    (package / "module.py").write_text(UNUSED)
+    found = structure.unused(package, ["seam", "Thing.method", "used"])
+    assert [text.rpartition(" ")[2] for text in found[:-1] if "module.py" in text] == [
+        "dead",
+        "Thing.dead_field",
+        "Thing.dead_method",
+        "Thing.lost",
+    ]
+    assert found[-1] == "used needs no reason: it is used, or gone"
+
+
+def test_members_of_public_classes_are_for_users(package):
+    (package / "public.py").write_text("from module import Thing\n")
+    (package / "module.py").write_text("class Thing:\n    def method(self): ...\n    def other(self): ...\n")
+    assert not [text for text in structure.unused(package, []) if "module.py" in text]
+
+
+def test_the_package_has_no_names_that_nothing_uses():
+    assert structure.unused(structure.PACKAGE) == []

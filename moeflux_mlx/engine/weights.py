@@ -21,10 +21,9 @@ from ..model.weights import read_resident
 from ..ops import native
 from ..packing.gguf_folder import described_files
 from ..packing.in_place import InPlace, open_in_place
-from ..packing.samples import LayerSamples
 from ..packing.suggest import packing_command
 from ..spec import ModelArgs
-from ..state.fingerprint import Fingerprint, packed_fingerprint
+from ..state.fingerprint import EXPERT_SAMPLES, RESIDENT_SAMPLES, Fingerprint, fingerprint_of
 from ..vision.vision import NoVision, VisionFiles, open_vision
 from .demand import Demand
 from .pool_sizes import best_pool
@@ -107,18 +106,18 @@ class ModelWeights:
             self.experts.share.check(wanted, layout.moe_layers, layout.num_experts, self.path)
 
     def fingerprint(self, dtype: mx.Dtype, bits: int = native.EXACT) -> Fingerprint:
-        """The fingerprint that saved states of the model must match; a checkpoint and its packed copy have the same
-        one.
-
-        Args:
-            dtype, bits: as for `fingerprint_of`.
+        """The fingerprint that saved states of the model must match; as `fingerprint_of`.
 
         Raises:
             ModelFileError: a file cannot be read.
         """
         if self.checkpoint is None:
-            return _packed_fingerprint(self.path, self.args, self.experts, dtype, bits)
-        return self.checkpoint.fingerprint(dtype, bits)
+            samples = dict.fromkeys(sorted(self.path.glob("resident*.safetensors")), RESIDENT_SAMPLES)
+            samples |= dict.fromkeys(self.experts.sizes, EXPERT_SAMPLES)
+        else:
+            files = self.checkpoint.files
+            samples = dict.fromkeys(files, max(EXPERT_SAMPLES, RESIDENT_SAMPLES // len(files)))
+        return fingerprint_of(self.args, samples, self.path, dtype, bits)
 
 
 def open_weights(path: Path, shards_in: Sequence[Path] = (), without_correction_bias: bool = False) -> ModelWeights:
@@ -160,22 +159,7 @@ def model_fingerprint(
     Raises:
         ModelFileError: a file cannot be read. ConfigError: config.json is not usable.
     """
-    path = user_path(path)
-    if _is_packed(path):
-        args = ModelArgs.from_file(path)
-        plain = _packed_fingerprint(path, args, open_packed(path, args), dtype, cpu_activations)
-    else:
-        plain = open_in_place(path).fingerprint(dtype, cpu_activations)
-    return plain.keeping(kv_bits)
-
-
-def _packed_fingerprint(path: Path, args: ModelArgs, experts: ExpertFiles, dtype: mx.Dtype, bits: int) -> Fingerprint:
-    """The fingerprint of a packed model; it does not depend on where the records are."""
-    layers = None
-    if isinstance(experts, StripedExperts):
-        names = {experts.layout.file_name(layer): layer for layer in experts.layout.moe_layers}
-        layers = [LayerSamples(name, experts, layer) for name, layer in sorted(names.items())]
-    return packed_fingerprint(path, args, dtype, bits, layers)
+    return open_weights(user_path(path)).fingerprint(dtype, cpu_activations).keeping(kv_bits)
 
 
 def _is_packed(path: Path) -> bool:

@@ -42,7 +42,7 @@ class FileTable:
 
     Attributes:
         token_map: as of `files`.
-        rows_read, bytes_read: what has been read from files so far.
+        bytes_read: what has been read from files so far.
         kept: the rows in memory as bytes, the most recently used one last.
 
     Raises:
@@ -54,7 +54,7 @@ class FileTable:
         self.files, self._most = files, kept_bytes // files.form.row_bytes
         self.kept: OrderedDict[int, bytes] = OrderedDict()
         self._lock = threading.Lock()
-        self.rows_read = self.bytes_read = 0
+        self.bytes_read = 0
         self._paths, self._descriptors, self._stamps = files.paths, list[int](), Stamps()
         try:
             for path in self._paths:
@@ -159,7 +159,6 @@ class FileTable:
                     raise ExpertIOError(f"{path} ends at byte {offset + got}; a table's row ends at {end}")
             at += nbytes
         with self._lock:
-            self.rows_read += len(rows)
             self.bytes_read += len(rows) * row_bytes
 
 

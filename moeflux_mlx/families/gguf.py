@@ -99,10 +99,6 @@ class Metadata(Rotations):
         """The fields of a router."""
         return {"num_experts": self.count("expert_count"), "num_experts_per_tok": self.count("expert_used_count")}
 
-    def tied(self) -> JsonDict:
-        """Whether embeddings make the logits too: then there is no matrix of their own."""
-        return {"tie_word_embeddings": "output.weight" not in self.tensors}
-
 
 def share_of(part: int, whole: int) -> float:
     """The share of which `whole` makes `part` again when the product is cut off."""

@@ -334,11 +334,6 @@ class ExpertLayout:
         """Bytes of memory for a record of any layer."""
         return max(record.held_bytes for record in self.records.values())
 
-    @cached_property
-    def expert_stride(self) -> int:
-        """Bytes from one record to the next, of the layer where that is most."""
-        return max(record.stride for record in self.records.values())
-
     def start(self, layer: int, expert: int) -> int:
         """Bytes from the beginning of the layer's file to the expert's record."""
         return expert * self.records[layer].stride

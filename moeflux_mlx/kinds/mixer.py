@@ -95,13 +95,6 @@ class Mixer:
         return None
 
     @property
-    def flat_fields(self) -> dict[str, object]:
-        """The fields by which the first release described it, for digests in saved prompts. They never change; a mixer
-        that came later has none.
-        """
-        return {}
-
-    @property
     def telling_convolution(self) -> tuple[str, tuple[int, int, int]] | None:
         """The name, behind the layer's, of a convolution [channels, 1, taps] that MLX conversions store with its axes
         moved, and its published shape: it tells who wrote a checkpoint. None: there is no such tensor.

@@ -1,6 +1,6 @@
 """How queries and keys are rotated by their positions."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,3 @@ class Rotation:
     axes: tuple[int, ...] | None = None
     pairs: int | None = None
     learned: bool = False
-
-    @property
-    def flat_fields(self) -> dict[str, object]:
-        """The rotation's part of `Mixer.flat_fields`."""
-        return {"rope_theta": self.theta, "rope_scaling": self.yarn and asdict(self.yarn)}

@@ -17,7 +17,7 @@ from .backend import FLOATS, AnyArray, Array, kernels_take, view
 from .elementwise import split
 from .forms import MULTIPLE, Form, factors, is_read, matmul_float32, settings, unpacked, unpacked_float32
 from .launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
-from .matrix import Part, Weights, dequantized, each_part, inputs_of, part_of_heads, parts_of, rows_of
+from .matrix import Weights, dequantized, each_part, inputs_of, part_of_heads, parts_of, rows_of
 from .norm import Norm
 from .observe import observe
 from .tiles import MAX_TOKENS, lanes_of, planned, split_of, tile_of
@@ -82,7 +82,7 @@ def _groups_at_once(x: mx.array, w: Weights, groups: int) -> mx.array:
 
 def _linear_kernel(x: mx.array, w: Weights, norm: Norm | None, residual: mx.array | None) -> mx.array | None:
     """`linear` by the kernels for few rows; None if they cannot compute it or are not faster."""
-    return _qmv(x, w, norm, residual) if pays(x, w) else None
+    return qmv(x, w, norm, residual) if pays(x, w) else None
 
 
 def pays(x: Array, w: Weights) -> bool:
@@ -205,27 +205,14 @@ class Around(NamedTuple):
 PLAIN = Around()
 
 
-def qmv(
-    x: mx.array,
-    quant: Quant,
-    w: mx.array,
-    scales: mx.array,
-    third: mx.array | None = None,
-    *,
-    norm: Norm | None = None,
-    residual: mx.array | None = None,
-) -> mx.array:
-    """x times the transpose of a quantised matrix.
+def qmv(x: mx.array, w: Weights, norm: Norm | None = None, residual: mx.array | None = None) -> mx.array:
+    """norm(x) times the transpose of a quantised matrix, plus `residual`.
 
     Args:
         x: [..., I] float32, bfloat16 or float16, 1 to 16 rows. Each starts at a multiple of 16 bytes, as in a whole
             array and in slices of its leading axes.
-        quant: of the matrix, one that `forms.is_read`.
-        w: codes.
-        scales: floating, or of 8 bits.
-        third: biases in the scales' dtype, a global scale [O, 1] float32, or None, as the form has it.
-        norm: of x.
-        residual: [..., O] in x's dtype, is added to the product.
+        w: in a form that `forms.is_read`.
+        residual: [..., O] in x's dtype.
 
     Returns:
         [..., O] in x's dtype.
@@ -233,10 +220,6 @@ def qmv(
     Raises:
         RequestError: a shape or dtype the kernels do not take.
     """
-    return _qmv(x, Part(quant, w, scales, third), norm, residual)
-
-
-def _qmv(x: mx.array, w: Weights, norm: Norm | None = None, residual: mx.array | None = None) -> mx.array:
     assert w.quant is not None
     around = Around(None if norm is None else norm.weight.dtype, residual is not None)
     shapes = w.weight.shape, w.second.shape

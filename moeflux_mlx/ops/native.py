@@ -404,10 +404,5 @@ def huge_pages(array: Buffer) -> int:
     return extension().huge_pages(array)
 
 
-def checksum(words: Buffer) -> int:
-    """XOR of uint32 words [N], at the team's read bandwidth: the yardstick of the benchmarks."""
-    return extension().fold(words)
-
-
 if _native is not None:
     _native.set_threads(cores())

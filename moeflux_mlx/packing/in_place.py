@@ -5,7 +5,7 @@ Resident tensors are those of the packed model, bit by bit; experts are pieces o
 that MLX has quantised can be used in place; others need a conversion.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,10 +17,8 @@ from ..formats.checkpoint import Checkpoint, Tensor, safetensors_files
 from ..formats.in_place import InPlaceExperts, Spread
 from ..formats.record import Field, Record
 from ..formats.tables import TableFiles
-from ..ops import native
 from ..quant import of_packed, unquantized
 from ..spec import ModelArgs
-from ..state.fingerprint import Fingerprint, Sampled, fingerprint_of
 from .expert_parts import SingleExperts
 from .gguf_experts import GgufExperts, ranges_of
 from .gguf_folder import described_files, open_source
@@ -28,7 +26,6 @@ from .layer_files import LayerFile
 from .matrix import Matrix
 from .plan import ConversionPlan, make_plan, read_args
 from .resident import ResidentFile
-from .samples import LayerSamples, MadeSamples, ResidentSamples
 from .source_format import MXFP4, MXFP8, SourceFormat
 from .sources import DTYPES, Source
 from .suggest import packing_command
@@ -45,6 +42,7 @@ class InPlace:
     path: Path
     args: ModelArgs
     experts: InPlaceExperts
+    files: tuple[Path, ...]
     units: tuple[Unit, ...]  # the files that a conversion would write
     tables: Mapping[int, TableFiles]  # files of n-grams, by layer
 
@@ -69,23 +67,6 @@ class InPlace:
         for source in self._sources:
             tensors.update(zip((one.name for one in source.written), source.arrays(), strict=True))
         return tensors
-
-    def fingerprint(self, dtype: mx.Dtype, bits: int = native.EXACT) -> Fingerprint:
-        """The fingerprint of the packed model that a conversion would make; the weights are the same unless it reorders
-        rows.
-        """
-        resident = [ResidentSamples(unit) for unit in self.units if isinstance(unit, ResidentFile)]
-        layers = [_samples(one, self.experts) for one in self.units if isinstance(one, LayerFile)]
-        return fingerprint_of(self.args, _by_name(resident), _by_name(layers), self.path, dtype, bits)
-
-
-def _samples(file: LayerFile, experts: InPlaceExperts) -> Sampled:
-    is_made = isinstance(experts, GgufExperts)
-    return MadeSamples(file) if is_made else LayerSamples(file.name, experts, file.layer)
-
-
-def _by_name(files: Iterable[Sampled]) -> list[Sampled]:
-    return sorted(files, key=lambda file: file.name)
 
 
 def runs_in_place(path: Path, shards_in: Sequence[Path] = ()) -> bool:
@@ -132,7 +113,7 @@ def open_in_place(path: Path, shards_in: Sequence[Path] = (), without_correction
     plan = make_plan(checkpoint, args, wanted)
     args = replace(args, quantization=of_packed({"quantization": plan.quantization}))
     tables = {table.layer: table.in_place() for table in plan.tables}
-    return InPlace(path, args, _experts(checkpoint, plan), plan.units, tables)
+    return InPlace(path, args, _experts(checkpoint, plan), checkpoint.files, plan.units, tables)
 
 
 def _experts(checkpoint: Checkpoint, plan: ConversionPlan) -> InPlaceExperts:

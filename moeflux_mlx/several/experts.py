@@ -43,9 +43,6 @@ class RankedExperts:
         shares_routing: the machines differ, so all ranks use rank 0's choice of experts, residual and shared expert;
             this takes one more exchange per layer.
         dealing: assigns the reads of a few tokens, if every process can read every expert.
-
-    Attributes:
-        differing: number of tokens for which this process would have chosen other experts than rank 0.
     """
 
     def __init__(
@@ -61,7 +58,6 @@ class RankedExperts:
         self.source, self.exchange, self.owners, self.shares_routing = source, exchange, owners, shares_routing
         self.rank = exchange.group.rank
         self.lookahead = Lookahead(source, prefetch, self._expected)
-        self.differing = 0
 
     def _owned(self, layer: int, ids: Sequence[int]) -> list[int]:
         """The experts among `ids` that this process owns."""
@@ -198,7 +194,6 @@ class RankedExperts:
         gathered = self.exchange(ROUTING + KINDS * layer, np.concatenate([part.reshape(-1) for part in parts]))
         ends = np.cumsum([part.size for part in parts])[:-1]
         got = [part.reshape(own.shape) for part, own in zip(np.split(gathered.words[0], ends), parts, strict=True)]
-        self.differing += int((got[0] != parts[0]).any(axis=1).sum())
         theirs = [
             of_kind(part.view(np.float32), own).astype(own.dtype) for part, own in zip(got[2:], streams, strict=True)
         ]

@@ -97,11 +97,6 @@ class Exchange:
         self.is_broken = self.has_ended = False
         self.pending: BaseException | None = None
 
-    def take_pending(self) -> BaseException | None:
-        """Returns and clears the pending exception; the caller must raise it."""
-        error, self.pending = self.pending, None
-        return error
-
     def __call__(self, kind: int, words: Array, agreed: np.ndarray | None = None, flag: int = FINE) -> Gathered:
         """Sends `words` [n] uint32 and receives those of the others.
 

@@ -2,24 +2,24 @@
 states.
 
 Weights are too large to hash, so sizes and evenly spaced samples of every file represent them. Two models of the same
-shape differ in nearly every sample; a wrong match is possible only if just a few tensors differ.
+shape differ in nearly every sample; a wrong match is possible only if just a few tensors differ. A checkpoint has
+another fingerprint than the packed model that is made from it.
 """
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
 from ..errors import ModelFileError
 from ..files import JsonDict
-from ..formats.packed import FOLDER
 from ..ops import native
 from ..spec import ModelArgs
-from . import flat_fields
 
 SAMPLE_BYTES = 4096
 RESIDENT_SAMPLES, EXPERT_SAMPLES = 256, 8  # per file; an expert layer is one of dozens of files
@@ -64,55 +64,13 @@ class Fingerprint:
         return next((words for words, (one, two) in parts.items() if one != two), None)
 
 
-class Sampled(Protocol):
-    """A file of a packed model, on disk or as a conversion would write it."""
-
-    @property
-    def name(self) -> str:
-        """Without its folder."""
-        ...
-
-    @property
-    def size(self) -> int: ...
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Reads up to `length` bytes from `offset` on."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class SampledFile:
-    """One that is there."""
-
-    path: Path
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def size(self) -> int:
-        return self.path.stat().st_size
-
-    def read(self, offset: int, length: int) -> bytes:
-        with self.path.open("rb", buffering=0) as opened:
-            opened.seek(offset)
-            return opened.read(length)
-
-
 def fingerprint_of(
-    args: ModelArgs,
-    resident: Iterable[Sampled],
-    layers: Iterable[Sampled],
-    folder: Path,
-    dtype: mx.Dtype,
-    bits: int = native.EXACT,
+    args: ModelArgs, samples: Mapping[Path, int], folder: Path, dtype: mx.Dtype, bits: int = native.EXACT
 ) -> Fingerprint:
     """The fingerprint of a model.
 
     Args:
-        args: of the model, as its packed directory has them.
-        resident, layers: the files of resident tensors and of experts, by name.
+        samples: how many are taken of each file of weights.
         folder: of the tokenizer.
         dtype: that caches hold, `model.activation_dtype`.
         bits: to which products round activations, `model.cpu_activations`.
@@ -121,35 +79,21 @@ def fingerprint_of(
         ModelFileError: a file cannot be read.
     """
     try:
-        parts = [json.dumps(_shape(args), sort_keys=True, default=str).encode()]
-        parts += [_samples(file, RESIDENT_SAMPLES) for file in resident]
-        parts += [_samples(file, EXPERT_SAMPLES) for file in layers]
+        parts = [json.dumps(shape_of(args), sort_keys=True, default=str).encode()]
+        parts += [_samples(file, count) for file, count in samples.items()]
         rounded = "" if bits == native.EXACT else f"/{bits}"
         return Fingerprint(_digest(*parts), tokenizer_digest(folder), str(dtype).rpartition(".")[2] + rounded)
     except OSError as error:
         raise ModelFileError(f"{error.filename or folder} cannot be read: {error.strerror or error}") from None
 
 
-def packed_fingerprint(
-    path: Path, args: ModelArgs, dtype: mx.Dtype, bits: int = native.EXACT, layers: Sequence[Sampled] | None = None
-) -> Fingerprint:
-    """The fingerprint of a packed model; as `fingerprint_of`. `layers`: its files of experts, if some are elsewhere."""
-    resident = map(SampledFile, sorted(path.glob("resident*.safetensors")))
-    if layers is None:
-        layers = [SampledFile(file) for file in sorted(path.glob(f"{FOLDER}/*.bin"))]
-    return fingerprint_of(args, resident, layers, path, dtype, bits)
-
-
-def _shape(args: ModelArgs) -> JsonDict:
+def shape_of(args: ModelArgs) -> JsonDict:
     """What determines the arithmetic, independent of the spelling in config.json.
 
-    Saved prompts hold a digest of this, so it never changes for a model: the families of the first release are
-    described by its flat fields, all others by every switch that has not its default, but for the axes of rotations,
-    which show in images alone.
+    Saved prompts hold a digest of this, so it never changes for a model: every switch that has not its default.
     """
-    if args.model_type in flat_fields.FAMILIES:
-        return flat_fields.of(args)
-    return _set_fields(dataclasses.replace(args, eos_token_ids=()))
+    shape: JsonDict = _set_fields(dataclasses.replace(args, eos_token_ids=()))
+    return shape
 
 
 def _set_fields(part: Any) -> Any:
@@ -160,14 +104,15 @@ def _set_fields(part: Any) -> Any:
         return part
     values = {field.name: (getattr(part, field.name), field.default) for field in dataclasses.fields(part)}
     kept = {name: _set_fields(value) for name, (value, default) in values.items() if value != default}
-    kept.pop("axes", None)
     return {"kind": type(part).__name__, **kept}
 
 
-def _samples(file: Sampled, count: int) -> bytes:
-    """Name, size and evenly spaced pieces, the first and the last bytes included."""
-    parts = (file.read(offset, SAMPLE_BYTES) for offset in offsets_of(file.size, count))
-    return _digest(f"{file.name} {file.size}".encode(), *parts).encode()
+def _samples(file: Path, count: int) -> bytes:
+    """The digest of size and evenly spaced pieces, the first and the last bytes included. A name may change."""
+    with file.open("rb", buffering=0) as opened:
+        size = opened.seek(0, os.SEEK_END)
+        parts = (os.pread(opened.fileno(), SAMPLE_BYTES, offset) for offset in offsets_of(size, count))
+        return _digest(str(size).encode(), *parts).encode()
 
 
 def offsets_of(size: int, count: int) -> list[int]:

@@ -3,14 +3,14 @@
 Little-endian:
 
     magic "MOEFLXPC" | u32 version | u32 bytes of metadata | u64 tokens | u64 bytes of body
-    metadata  JSON, padded with spaces: {"fingerprint": {...}, "extra": {...}}, in version 2 also "shifts"
+    metadata  JSON, padded with spaces: {"fingerprint": {...}, "extra": {...}, "shifts": [...]}
     tokens    u32 each; the rows of an image have keys from 2^31 on, which its digest gives
     u32       CRC-32 of everything so far
     body      the snapshot, and behind it what a draft head knows of the text, or nothing
     u32       CRC-32 of the body
 
-Version 2 is written if rotary positions differ from places, as after an image: "shifts" is an ascending list of [place,
-difference of the positions from there on]. Otherwise version 1 is written.
+If rotary positions differ from places, as after an image, "shifts" has [place, difference of the positions from there
+on], ascending.
 
 A file appears under its name complete or not at all, whenever the writer dies. Every length in a file is checked
 against the file's own size before it is used.
@@ -37,7 +37,7 @@ from ..files import JsonDict, JsonObject, replace_file, that_ends
 from .fingerprint import Fingerprint
 from .snapshot import MAX_LENGTH, Stateful, load_state, snapshot_length, state_parts, state_size
 
-MAGIC, VERSION, SHIFTED = b"MOEFLXPC", 1, 2
+MAGIC, VERSION = b"MOEFLXPC", 3
 START = struct.Struct("<8sIIQQ")
 # zlib's CRC-32 runs at 2.4 GB/s, hashlib's fastest digest at 0.6. It is against damage, not malice.
 CRC = struct.Struct("<I")
@@ -60,11 +60,6 @@ class PromptHeader:
     shifts: Shifts = ()
 
 
-def file_version(cache: Sequence[LayerCache]) -> int:
-    """The version of a file that holds the state of `cache`."""
-    return SHIFTED if any(layer.is_shifted for layer in cache) else VERSION
-
-
 def prompt_file_size(model: Stateful, tokens: Sequence[int]) -> int:
     """Bytes of a file for these tokens, but for the metadata."""
     return START.size + 4 * len(tokens) + 2 * CRC.size + state_size(model, len(tokens))
@@ -85,13 +80,11 @@ def save_prompt(
         PromptCacheError: the file cannot be written; an older file of that name is still there.
         SnapshotError: the state cannot be expressed.
     """
-    parts: dict[str, Any] = {"fingerprint": dataclasses.asdict(fingerprint), "extra": dict(extra or {})}
-    version = file_version(cache)
-    if version == SHIFTED:
-        parts["shifts"] = cache[0].shifts
+    size = state_size(model, cache) + len(behind)
+    parts = {"fingerprint": dataclasses.asdict(fingerprint), "extra": dict(extra or {}), "shifts": cache[0].shifts}
     metadata = json.dumps(parts).encode()
     metadata += b" " * (-len(metadata) % 8)  # so that the body's floats are aligned
-    start = START.pack(MAGIC, version, len(metadata), len(tokens), state_size(model, cache) + len(behind))
+    start = START.pack(MAGIC, VERSION, len(metadata), len(tokens), size)
     head = start + metadata + np.asarray(tokens, "<u4").tobytes()
     _replace(path, _with_checksums(head, chain(state_parts(model, cache), [memoryview(behind)])))
 
@@ -141,9 +134,8 @@ def read_header(path: Path, file: BinaryIO) -> PromptHeader:
         raise PromptCacheError(f"{path} is not a prompt cache file; choose another name")
     _check(path, "header", len(start) == START.size)
     _, version, metadata_bytes, count, body_bytes = START.unpack(start)
-    if version not in (VERSION, SHIFTED):
-        known = f"versions {VERSION} and {SHIFTED} are known"
-        raise PromptCacheError(f"{path} has version {version}; only {known}; delete it")
+    if version != VERSION:
+        raise PromptCacheError(f"{path} has version {version}; only version {VERSION} is known; delete it")
     body_start = START.size + metadata_bytes + 4 * count + CRC.size
     _check(path, "header", metadata_bytes <= MAX_METADATA and count <= MAX_LENGTH)
     _check(path, "length", body_start + body_bytes + CRC.size == size)
@@ -151,7 +143,7 @@ def read_header(path: Path, file: BinaryIO) -> PromptHeader:
     head, checksum = start + rest[: -CRC.size], rest[-CRC.size :]
     _check(path, "header", len(rest) == body_start - START.size and CRC.pack(zlib.crc32(head)) == checksum)
     metadata = _metadata(path, head[START.size : START.size + metadata_bytes])
-    shifts = _shifts(path, metadata.get("shifts"), count) if version == SHIFTED else ()
+    shifts = _shifts(path, metadata.get("shifts"), count)
     tokens = np.frombuffer(head, "<u4", count, START.size + metadata_bytes)
     fingerprint = Fingerprint(**metadata["fingerprint"])
     return PromptHeader(fingerprint, tokens, body_start, body_bytes, metadata["extra"], shifts=shifts)

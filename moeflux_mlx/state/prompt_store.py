@@ -23,22 +23,13 @@ from ..errors import FingerprintError, PromptCacheError
 from ..files import user_path
 from ..text.boundaries import shared_length
 from .fingerprint import Fingerprint
-from .prompt_file import (
-    SHIFTED,
-    TEMPORARY,
-    VERSION,
-    file_version,
-    load_prompt,
-    prompt_file_size,
-    read_prompt_header,
-    save_prompt,
-)
+from .prompt_file import TEMPORARY, VERSION, load_prompt, prompt_file_size, read_prompt_header, save_prompt
 from .rewind import RewindPoints
 from .snapshot import Stateful
 
 DEFAULT_MAX_BYTES = 10 << 30
 SUFFIX = ".prompt"
-OURS = {version: f"-v{version}{SUFFIX}" for version in (VERSION, SHIFTED)}  # others share the directory and its limit
+OURS = f"-v{VERSION}{SUFFIX}"  # others share the directory and its limit
 ABANDONED = 600  # seconds without a write after which a temporary file's writer must have died
 
 
@@ -183,7 +174,7 @@ class PromptDirectory:
                 f"{self.max_bytes}; allow it more"
             )
         wanted = np.asarray(tokens, np.uint32)
-        path = self.path / f"{self.fingerprint.key}-{_tokens_digest(wanted)}{OURS[file_version(cache)]}"
+        path = self.path / f"{self.fingerprint.key}-{_tokens_digest(wanted)}{OURS}"
         can_trim = RewindPoints(cache, 0).can_trim
         covering = path if path.exists() else self._covering(wanted) if can_trim else None
         if covering:
@@ -196,8 +187,7 @@ class PromptDirectory:
 
     def _entries(self) -> Iterator[tuple[Path, np.ndarray]]:
         """This model's files and the tokens they hold; damaged ones are removed on the way."""
-        paths = (path for name in OURS.values() for path in self.path.glob(f"{self.fingerprint.key}-*{name}"))
-        for path in sorted(paths):
+        for path in sorted(self.path.glob(f"{self.fingerprint.key}-*{OURS}")):
             try:
                 yield path, read_prompt_header(path).tokens
             except PromptCacheError as error:

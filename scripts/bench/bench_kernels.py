@@ -42,6 +42,7 @@ from moeflux_mlx.ops.dequantize import dequantized_records
 from moeflux_mlx.ops.experts import expert_down_combine, expert_gate_up
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.ops.linear import qmv
+from moeflux_mlx.ops.matrix import Part
 from moeflux_mlx.ops.records import Records
 from moeflux_mlx.ops.tiles import TILES, Tile
 from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, EXPERTS, GRID, Quant
@@ -175,7 +176,7 @@ def check_experts(hidden: int, inner: int, count: int) -> dict[mx.Dtype, dict[st
 def check_product(rows: int, columns: int, tokens: int, dtype: mx.Dtype) -> dict[str, float]:
     w, s, b = (a[0:1].reshape(a.shape[1:]) for a in random_matrix(1, rows, columns))
     x = mx.random.normal((tokens, columns)).astype(dtype)
-    y = qmv(x, EXPERTS, w, s, b)
+    y = qmv(x, Part(EXPERTS, w, s, b))
     wrong = [error(y, wide(x) @ dequantised(w, s, b, fault).T) for fault in FAULTS]
     return {"qmv": error(y, wide(x) @ dequantised(w, s, b).T), "fault": min(wrong)}
 
@@ -385,7 +386,7 @@ def time_pair(rows: int, columns: int, tokens: int, gib: float) -> dict:
 
 
 def our_product(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-    return qmv(x, EXPERTS, w, scales, biases)
+    return qmv(x, Part(EXPERTS, w, scales, biases))
 
 
 def mlx_product(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
@@ -592,7 +593,7 @@ def check_form(quants: tuple[Quant, Quant, Quant], dtype: mx.Dtype, kind: str) -
     for tokens in (1, 3):
         rows = mx.random.normal((tokens, hidden)).astype(mx.bfloat16)
         parts = [a[0] for a in stacks[0]]
-        got = qmv(rows, quants[0], *parts)
+        got = qmv(rows, Part(quants[0], *parts))
         errors[f"qmv {tokens}"] = error(got, wide(rows) @ values[0][0].T)
     gate_up, down = dequantized_records(records, mx.array([1, 2], mx.uint32), mx.float32)
     errors["dequantize"] = max(
@@ -649,7 +650,7 @@ def form_products(quant: Quant, rows: int, columns: int, gib: float, launches: i
     mx.eval(matrices, start)
 
     def build(x: mx.array) -> list[mx.array]:
-        return [qmv(x, quant, *matrices[i % len(matrices)]) for i in range(launches)]
+        return [qmv(x, Part(quant, *matrices[i % len(matrices)])) for i in range(launches)]
 
     return Launches(build, start, sum(a.nbytes for a in matrices[0]), is_chain=False)
 

@@ -217,7 +217,7 @@ class Drive:
 
     def rate(self) -> float:
         """Returns the bytes per second of reading whole records in random order, other records each time."""
-        count = min(-(-DRIVE_BYTES // self.packed.layout.expert_stride), len(self.blocks))
+        count = min(-(-DRIVE_BYTES // self.packed.layout.record.stride), len(self.blocks))
         blocks = random.sample(self.blocks, count)
         start = time.perf_counter()
         return raw_reads(self.packed, blocks, DRIVE_THREADS) / (time.perf_counter() - start)

@@ -190,7 +190,7 @@ def bench_loader(options: argparse.Namespace) -> dict:
     print(f"loader / best of the bare reads in the same round: {median(ratios):.2f}")
     return {
         "bench": "loader",
-        "expert_bytes": packed.layout.expert_stride,
+        "expert_bytes": packed.layout.record.stride,
         "GB/s": {name: median(r[0] for r in runs) for name, runs in rows.items()},
         "CPU s/GB": {name: median(r[1] for r in runs) for name, runs in rows.items()},
         "ratio": median(ratios),
@@ -203,7 +203,7 @@ def write_experts(folder: Path) -> PackedExperts:
     """
     full = ExpertLayout.from_args(ModelArgs.from_variant("qwen3.5-397b-a17b"))
     layout = ExpertLayout(dict.fromkeys((0, 1), full.record), 128, 2)
-    block = os.urandom(layout.expert_stride)
+    block = os.urandom(layout.record.stride)
     paths = {layer: folder / layout.file_name(layer) for layer in layout.moe_layers}
     for path in paths.values():
         with open(path, "wb") as file:
@@ -746,7 +746,7 @@ def run_worker(options: argparse.Namespace) -> dict:
         "waited": stats.wait_seconds / seconds,
         "speed": stats.gb_per_second,
         "planned": engine.plan.total,
-        "pool": model.experts.slots * model.experts.layout.expert_stride,
+        "pool": model.experts.slots * model.experts.layout.record.stride,
         "device_peak": mx.get_peak_memory(),  # on a GPU; the CPU's pool is not in MLX's memory
         "slots": model.experts.slots,
     }

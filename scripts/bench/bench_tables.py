@@ -107,9 +107,8 @@ def main() -> None:
                     reader.close()
                 each, share = reader.bytes_read / numbers.shape[1], 100 * ms / options.token_ms
                 said = f"{name:8}, asked for {1e3 * ahead:g} ms before: waits {ms:.3f} ms, {share:.1f} % of a token"
-                print(
-                    f"{said}; {reader.rows_read / numbers.shape[1]:.1f} rows and {each:.0f} bytes a token", flush=True
-                )
+                rows = each / files.form.row_bytes
+                print(f"{said}; {rows:.1f} rows and {each:.0f} bytes a token", flush=True)
                 result[f"{name} {1e3 * ahead:g}"] = ms
     print(json.dumps(result))
 

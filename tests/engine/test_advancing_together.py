@@ -161,7 +161,7 @@ def test_a_failed_read_ends_only_rows_that_chose_that_expert(monkeypatch):
             model.step([decoding.rows]).undo()
     layer, expert = min(chosen[0] - chosen[1] - chosen[2])
     packed = PackedExperts.open(directory, model.args)
-    broken.add((packed.paths[layer].stat().st_ino, expert * packed.layout.expert_stride))
+    broken.add((packed.paths[layer].stat().st_ino, expert * packed.layout.record.stride))
     model.experts.invalidate()
     outcomes = advance_together(decodings)
     assert isinstance(outcomes[0], ExpertIOError)

@@ -343,7 +343,7 @@ def test_the_pool_has_what_nobody_else_needs(memory, tokens, state):
     )
     assert least_pool(args, layout) <= allowed <= made.most
     if tokens == 1 and not held:
-        assert allowed >= made.most - need - layout.expert_stride
+        assert allowed >= made.most - need - layout.record.stride
     assert made.most >= made.pool and made.total <= room(made.figures)
 
 
@@ -381,9 +381,9 @@ def test_what_metal_may_wire():
         (Figures(64 * GB), "mmap", None),
         (Figures(64 * GB, 48 * GB, 36 * GB), "mmap", layout.total_bytes),
         (Figures(24 * GB, 16 * GB, 12 * GB, gathered=BufferLimits(50, 1_000_000)), "mmap", 100 * GB),
-        (Figures(64 * GB, 48 * GB, 36 * GB), "pread", 2000 * layout.expert_stride),
+        (Figures(64 * GB, 48 * GB, 36 * GB), "pread", 2000 * layout.record.stride),
     ):
-        demand = Demand(GB, itemsize=2, expert_io=mode, expert_cache_bytes=2000 * layout.expert_stride)
+        demand = Demand(GB, itemsize=2, expert_io=mode, expert_cache_bytes=2000 * layout.record.stride)
         made = plan_memory(args, layout, figures, demand)
         if experts is None:
             assert made.wired is None
@@ -502,7 +502,7 @@ def test_limits_of_control_groups(tmp_path):
 def test_loading_follows_the_plan(monkeypatch):
     path, load = tiny_directory("qwen3_moe"), importlib.import_module("moeflux_mlx.engine.engine")
     engine = open_engine(path, dtype=mx.float32, expert_io="pread", context=500)
-    stride = engine.experts.layout.expert_stride
+    stride = engine.experts.layout.record.stride
     assert engine.plan.demand.context == 500 and engine.experts.slots == engine.plan.slots == 3 * 16
     monkeypatch.setattr(load, "machine_figures", lambda limit: Figures(310_000_000))
     planned = open_engine(path, dtype=mx.float32, expert_io="pread").plan
@@ -582,7 +582,7 @@ def test_what_reads_pieces_is_planned():
     )
     more = in_pieces_bytes(layout)
     assert pieces.runtime == packed.runtime + more and 30 << 20 < more < 50 << 20
-    assert packed.pool - layout.expert_stride <= pieces.pool + more <= packed.pool + layout.expert_stride
+    assert packed.pool - layout.record.stride <= pieces.pool + more <= packed.pool + layout.record.stride
 
 
 def test_an_unused_pool_is_reported(capsys):

@@ -45,7 +45,7 @@ def packed(tmp_path):
 
 def breathing(packed, slots=2, **options):
     """Returns a loader of `slots` slots that may grow to all records, and its bytes per slot."""
-    stride = packed.layout.expert_stride
+    stride = packed.layout.record.stride
     options = {"least_slots": 2, "cache_bytes": slots * stride, "most_bytes": 1 << 30, **options}
     return StreamedExperts(packed, **options), stride
 
@@ -339,7 +339,7 @@ def test_a_pool_without_a_larger_size_only_shrinks(packed):
 
 @on_host
 def test_memory_is_given_back_in_the_middle_of_a_call_and_comes_with_the_next(packed):
-    allowed, stride = [ALL], packed.layout.expert_stride
+    allowed, stride = [ALL], packed.layout.record.stride
     loader, _ = breathing(packed, ALL, limit=lambda held: allowed[0] * stride)
     with loader.turn(1):
         read(loader, 0, range(EXPERTS)).release()
@@ -362,7 +362,7 @@ def test_memory_is_given_back_in_the_middle_of_a_call_and_comes_with_the_next(pa
 @on_host
 def test_memory_is_given_back_between_two_parts_of_a_wave(packed):
     """Leased records stay and have the same bytes."""
-    allowed, stride = [ALL], packed.layout.expert_stride
+    allowed, stride = [ALL], packed.layout.record.stride
     loader, _ = breathing(packed, ALL, limit=lambda held: allowed[0] * stride)
     with loader.turn(1):
         read(loader, 0, range(EXPERTS)).release()
@@ -380,7 +380,7 @@ def test_memory_is_given_back_between_two_parts_of_a_wave(packed):
 @on_host
 def test_memory_is_given_back_while_nothing_is_computed(packed, monkeypatch):
     monkeypatch.setattr(moeflux_mlx.experts.streamed, "WATCH_SECONDS", 0.01)
-    allowed, stride, others = [ALL], packed.layout.expert_stride, threading.enumerate()
+    allowed, stride, others = [ALL], packed.layout.record.stride, threading.enumerate()
     loader, _ = breathing(packed, ALL, limit=lambda held: allowed[0] * stride)
     watching = next(one for one in threading.enumerate() if one.name == "pool-watch" and one not in others)
     read(loader, 0, range(EXPERTS)).release()
@@ -434,7 +434,7 @@ def resident():
 def test_memory_goes_back_to_the_system(share):
     """200 MB of records whose stride is no multiple of a large page; the ones that stay are anywhere among them."""
     layout = ExpertLayout.from_args(tiny_args(hidden=1024, inner=512))
-    stride, slack = layout.expert_stride, 16 << 20
+    stride, slack = layout.record.stride, 16 << 20
     most = (200 << 20) // stride
     start = resident()
     pool = SlotPool(layout.held_bytes, most // 2, most=most)

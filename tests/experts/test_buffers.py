@@ -65,7 +65,7 @@ class Run:
     """A model on a Mac that uses some records of each layer per second."""
 
     def __init__(self, packed):
-        stride = packed.layout.expert_stride
+        stride = packed.layout.record.stride
         self.mac, self.rng, self.nbytes = Mac(SLOTS * stride), np.random.default_rng(0), SLOTS * stride
         self.loader = StreamedExperts(packed, cache_bytes=self.nbytes, least_slots=8, adopt=self.mac.adopt)
         self.loader.limit = self.mac.limit(self.nbytes)
@@ -335,7 +335,7 @@ def test_a_pool_goes_on_with_the_buffers_that_it_has_if_the_device_refuses_anoth
             raise ExpertIOError("no memory")
         return mac.adopt(rows, words)
 
-    refused, stride = [], packed.layout.expert_stride
+    refused, stride = [], packed.layout.record.stride
     loader, _ = breathing(packed, ALL, adopt=adopt)
     lease = read(loader, 0, range(4))
     with pytest.raises(TooManyExpertsError, match="all 6 slots are in use"):

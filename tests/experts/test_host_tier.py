@@ -18,7 +18,7 @@ from moeflux_mlx.ops.tiles import MAX_TOKENS
 
 
 def opened(packed, slots=3, host=2 * EXPERTS, **options):  # noqa: F811
-    stride = packed.layout.expert_stride
+    stride = packed.layout.record.stride
     return StreamedExperts(
         packed, cache_bytes=slots * stride, least_slots=2, copied=True, host_bytes=host * stride, **options
     )
@@ -97,7 +97,7 @@ def test_what_was_used_least_goes_first(packed):  # noqa: F811
 
 
 def test_the_records_used_most_move_out_of_memory_that_goes(packed, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(staging, "BUFFER_BYTES", 3 * packed.layout.expert_stride)
+    monkeypatch.setattr(staging, "BUFFER_BYTES", 3 * packed.layout.record.stride)
     made = opened(packed, slots=2)
     made.truth = [records(packed, layer) for layer in (0, 1)]
     often = {(0, 1), (0, 4), (1, 0), (1, 3), (1, 5)}
@@ -107,7 +107,7 @@ def test_the_records_used_most_move_out_of_memory_that_goes(packed, monkeypatch)
                 for _ in range(3 if (layer, expert) in often else 1):
                     use(made, layer, expert)
     before, host = made.host_bytes, made.pools[0].staging.host
-    made.reads.resize_host(5 * packed.layout.expert_stride)
+    made.reads.resize_host(5 * packed.layout.record.stride)
     assert set(host.kept) == often and made.host_bytes < before
     for layer, expert in sorted(often):
         assert use(made, layer, expert) == [True]
@@ -127,14 +127,14 @@ def test_a_row_is_not_used_again_before_its_copy_is_done(loader, monkeypatch):
 
 def test_memory_is_given_back_by_another_thread(packed, monkeypatch):  # noqa: F811
     """A source says that the machine has none left; records on the device stay."""
-    monkeypatch.setattr(staging, "BUFFER_BYTES", 4 * packed.layout.expert_stride)
+    monkeypatch.setattr(staging, "BUFFER_BYTES", 4 * packed.layout.record.stride)
     spare, now = [1e9], [0.0]
 
     class Machine:
         def spare(self, pool):
             return Spare(spare[0] - pool)
 
-    limit = PoolLimit([Machine()], 2 * EXPERTS * packed.layout.expert_stride, lambda: now[0], lambda: 0)
+    limit = PoolLimit([Machine()], 2 * EXPERTS * packed.layout.record.stride, lambda: now[0], lambda: 0)
     made = opened(packed, host_limit=limit)
     made.truth = [records(packed, layer) for layer in (0, 1)]
     for expert in range(EXPERTS):
@@ -151,7 +151,7 @@ def test_memory_is_given_back_by_another_thread(packed, monkeypatch):  # noqa: F
 
 def test_the_system_refuses_memory(packed, monkeypatch):  # noqa: F811
     """Then records that stayed make room for what is read."""
-    monkeypatch.setattr(staging, "BUFFER_BYTES", 9 * packed.layout.expert_stride)
+    monkeypatch.setattr(staging, "BUFFER_BYTES", 9 * packed.layout.record.stride)
     given, adopt = [], staging.host_memory
 
     def refuse(rows, words):

@@ -146,7 +146,7 @@ def test_nothing_is_read_when_everything_fits(packed):
 
 
 def test_direct_reads_take_the_stride_and_buffered_ones_the_expert(packed):
-    for direct, size in ((True, packed.layout.expert_stride), (False, packed.layout.record.size)):
+    for direct, size in ((True, packed.layout.record.stride), (False, packed.layout.record.size)):
         reader = ExpertReader(packed, direct=direct)
         assert reader.direct == direct  # the test machine's file system takes O_DIRECT
         loader = StreamedExperts(packed, reader=reader)
@@ -158,7 +158,7 @@ def test_direct_reads_take_the_stride_and_buffered_ones_the_expert(packed):
 
 def test_a_file_cut_short_while_open(packed):
     loader = StreamedExperts(packed)
-    os.truncate(packed.paths[0], packed.layout.expert_stride)
+    os.truncate(packed.paths[0], packed.layout.record.stride)
     assert np.array_equal(blocks(loader.request(0, np.array([0])))[0], np.fromfile(packed.paths[0], np.uint32))
     for _ in range(2):  # no incomplete record is kept
         with pytest.raises(ExpertIOError, match="expert 1 of layer 0"):
@@ -332,7 +332,7 @@ def read(loader, *ids):
 
 def test_whether_a_call_fills_a_pool(packed):
     layer = packed.layout.moe_layers[0]
-    loader, filled = StreamedExperts(packed, cache_bytes=3 * packed.layout.expert_stride, least_slots=2), []
+    loader, filled = StreamedExperts(packed, cache_bytes=3 * packed.layout.record.stride, least_slots=2), []
     for ids in ([0, 1], [0, 1], [2], [3], [4, 5]):
         with loader.turn(1), loader.request(layer, np.array(ids)) as lease:
             lease.wait()
@@ -345,7 +345,7 @@ def test_a_full_pool_does_not_fill_again_where_a_guess_was_dropped(packed):
     blocked = threading.Event()
     preadv = lambda *given: (blocked.wait(), os.preadv(*given))[1]  # noqa: E731
     reader = ExpertReader(packed, preadv=preadv, workers=1)
-    stride, layer = packed.layout.expert_stride, packed.layout.moe_layers[0]
+    stride, layer = packed.layout.record.stride, packed.layout.moe_layers[0]
     loader = StreamedExperts(packed, cache_bytes=3 * stride, least_slots=1, reader=reader)
     blocked.set()
     for one in range(4):
@@ -363,7 +363,7 @@ def test_a_full_pool_does_not_fill_again_where_a_guess_was_dropped(packed):
 
 
 def test_records_read_only_for_rejected_rows_are_evicted_first(packed):
-    loader = StreamedExperts(packed, cache_bytes=4 * packed.layout.expert_stride, least_slots=4)
+    loader = StreamedExperts(packed, cache_bytes=4 * packed.layout.record.stride, least_slots=4)
     read(loader, [0, 3])
     read(loader, [0, 2], [3, 1], [1, 2])
     loader.take_back(1)  # 1 was read for the others alone; 3 was there before, 2 is the first row's too

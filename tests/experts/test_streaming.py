@@ -69,7 +69,7 @@ def small_waves(monkeypatch):
     """Makes prompts use waves of two experts."""
     args = ModelArgs.from_file(tiny_directory("qwen3_moe"))
     packed = PackedExperts.open(tiny_directory("qwen3_moe"), args)
-    monkeypatch.setattr(waves, "WAVE_BYTES", 2 * packed.layout.expert_stride)
+    monkeypatch.setattr(waves, "WAVE_BYTES", 2 * packed.layout.record.stride)
 
 
 OPTIONS = {
@@ -341,7 +341,7 @@ def test_bytes_are_counted(prefetch, small_waves):
     run(model, tokens, 1)
     loader.drain()
     stats = loader.stats
-    assert stats.bytes_read == len(counting.reads) * loader.layout.expert_stride
+    assert stats.bytes_read == len(counting.reads) * loader.layout.record.stride
     assert stats.bytes_read == (stats.misses - stats.late + stats.prefetched) * loader.record_bytes
     assert stats.busy_seconds > 0 and stats.gb_per_second > 0
     loader.close()

@@ -89,13 +89,17 @@ def test_rows_of_any_shards(tmp_path_factory, form, cuts, in_parts, calls, kept)
     reader.close()
 
 
+def rows_read(reader):
+    return reader.bytes_read // reader.files.form.row_bytes
+
+
 def test_each_row_is_read_once_and_kept_for_the_next_tokens(tmp_path):
     files, wanted = written(tmp_path, FORMS[2], 100, [40, 60], True)
     reader, numbers = FileTable(files), np.array([[[5, 7], [6, 7], [50, 8]]])
     for _ in range(2):
         got = np.array(reader.begin(numbers).take(0, 3).astype(mx.float32))
         np.testing.assert_array_equal(got.reshape(3, 2, WIDTH), wanted[numbers[0]])
-        assert reader.rows_read == 5 and reader.bytes_read == 5 * FORMS[2].row_bytes
+        assert reader.bytes_read == 5 * FORMS[2].row_bytes
     reader.close()
 
 
@@ -107,7 +111,7 @@ def test_rows_of_a_prompt_are_read_together_and_not_kept(tmp_path, monkeypatch):
     numbers = np.random.default_rng(1).integers(0, 100, (1, FEW, 2))
     got = np.array(reader.begin(numbers).take(3, 9).astype(mx.float32))[0]
     np.testing.assert_array_equal(got, wanted[numbers[0, 3:9]].reshape(6, -1))
-    assert reader.rows_read == len(np.unique(numbers)) == len(read) and not reader.kept
+    assert rows_read(reader) == len(np.unique(numbers)) == len(read) and not reader.kept
     reader.close()
 
 
@@ -121,7 +125,7 @@ def test_threads_help_each_other_if_reads_are_slow(tmp_path, monkeypatch, slow, 
     numbers = np.arange(3000).reshape(1, 1500, 2)
     got = np.array(reader.begin(numbers).take(0, 1500).astype(mx.float32))[0]
     np.testing.assert_array_equal(got, wanted[numbers[0]].reshape(1500, -1))
-    assert reader.rows_read == 3000 and (len(threads) == 1 if most == 1 else 1 < len(threads) <= most)
+    assert rows_read(reader) == 3000 and (len(threads) == 1 if most == 1 else 1 < len(threads) <= most)
     reader.close()
 
 
@@ -139,7 +143,7 @@ def test_closing_ends_a_prompts_reads(tmp_path, monkeypatch):
     pending = reader.begin(np.arange(20000).reshape(1, 10000, 2))
     begun.wait()
     reader.close()
-    assert reader.rows_read < 10000
+    assert rows_read(reader) < 10000
     for _ in range(2):
         with pytest.raises(ExpertIOError, match="closed"):
             pending.take(0, 1)

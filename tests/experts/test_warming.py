@@ -42,7 +42,7 @@ class Gate:
 
 def warmed(packed, slots, rates=RATES, **options):  # noqa: F811
     """Returns a loader whose pool is filled as far as it goes."""
-    loader = StreamedExperts(packed, cache_bytes=slots * packed.layout.expert_stride, least_slots=1, **options)
+    loader = StreamedExperts(packed, cache_bytes=slots * packed.layout.record.stride, least_slots=1, **options)
     loader.warm(rates)
     wait_until(lambda: not loader.warm_between_calls() and not loader.in_flight)
     return loader
@@ -76,12 +76,12 @@ def test_they_are_read_in_the_order_of_the_files(packed, monkeypatch):  # noqa: 
 
 
 def test_it_evicts_nothing(packed):  # noqa: F811
-    loader = StreamedExperts(packed, cache_bytes=3 * packed.layout.expert_stride, least_slots=1)
+    loader = StreamedExperts(packed, cache_bytes=3 * packed.layout.record.stride, least_slots=1)
     read(loader, 0), read(loader, 1)
     loader.warm(RATES)
     wait_until(lambda: not loader.warm_between_calls() and not loader.in_flight)
     assert set(loader.pools[0].records()) == {(0, 0), (0, 1), (1, 0)}
-    loader.resize(5 * packed.layout.expert_stride)
+    loader.resize(5 * packed.layout.record.stride)
     loader.close()
 
 
@@ -100,7 +100,7 @@ def test_a_hint_hastens_what_is_queued(packed):  # noqa: F811
 def test_what_is_requested_goes_first(packed):  # noqa: F811
     gate = Gate()
     loader = StreamedExperts(
-        packed, cache_bytes=9 * packed.layout.expert_stride, reader=ExpertReader(packed, preadv=gate, workers=1)
+        packed, cache_bytes=9 * packed.layout.record.stride, reader=ExpertReader(packed, preadv=gate, workers=1)
     )
     lease = loader.request(0, np.array([4]))
     wait_until(lambda: gate.begun == 1)
@@ -160,7 +160,7 @@ def test_all_threads_fill_memory_and_none_is_left_behind(packed):  # noqa: F811
 def test_closing_ends_it(packed):  # noqa: F811
     before, gate = set(threading.enumerate()), Gate()
     loader = StreamedExperts(
-        packed, cache_bytes=9 * packed.layout.expert_stride, reader=ExpertReader(packed, preadv=gate, workers=1)
+        packed, cache_bytes=9 * packed.layout.record.stride, reader=ExpertReader(packed, preadv=gate, workers=1)
     )
     loader.warm(RATES)
     wait_until(lambda: gate.begun)
@@ -172,7 +172,7 @@ def test_closing_ends_it(packed):  # noqa: F811
 
 def test_a_record_that_cannot_be_read_is_left_out(packed):  # noqa: F811
     def broken(fd, buffers, offset):
-        if offset == 2 * packed.layout.expert_stride:
+        if offset == 2 * packed.layout.record.stride:
             raise OSError(5, "Input/output error")
         return os.preadv(fd, buffers, offset)
 

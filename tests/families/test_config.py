@@ -117,7 +117,7 @@ def test_variants_are_the_named_ones():
 def test_sizes(name):
     layout = ExpertLayout.from_args(ModelArgs.from_variant(name))
     expert, layer, count, total = SIZES[name]
-    assert layout.expert_stride == expert
+    assert layout.record.stride == expert
     assert expert in [-(-layout.record.size // unit) * unit for unit in (BLOCK, STRIDE_ALIGNMENT)]
     assert layout.largest_layer == layer
     assert len(layout.moe_layers) == count

@@ -49,7 +49,7 @@ def test_components_follow_the_documented_order():
     assert [c.name for c in layout.record.fields][:4] == [
         "gate_proj.weight", "gate_proj.scales", "gate_proj.biases", "up_proj.weight",
     ]  # fmt: skip
-    assert layout.record.size == 3 * B and layout.expert_stride == STRIDE_ALIGNMENT
+    assert layout.record.size == 3 * B and layout.record.stride == STRIDE_ALIGNMENT
 
 
 def test_components_locate_what_the_oracle_packs():
@@ -80,7 +80,7 @@ def test_a_directory_without_our_keys_opens(model_dir):
     (model_dir / FOLDER / "layout.json").write_text(json.dumps(content))
     for layer in layout.moe_layers:
         (model_dir / FOLDER / layout.file_name(layer)).write_bytes(bytes(4 * layout.record.size))
-    assert PackedExperts.open(model_dir, args).layout.expert_stride == layout.record.size
+    assert PackedExperts.open(model_dir, args).layout.record.stride == layout.record.size
 
 
 @pytest.mark.parametrize("delta", [-1, 1])

@@ -181,7 +181,7 @@ def error(got, want):
 def product_error(quant, kind, tokens, multiply, rows=24):
     rng = np.random.default_rng([quant.bits, tokens])
     matrix, x = Stored(rng, rows, H, quant, kind), rng.standard_normal((tokens, H), dtype=np.float32)
-    return error(np.array(multiply(mx.array(x), quant, *matrix.arrays(kind))), x @ matrix.values.T)
+    return error(np.array(multiply(mx.array(x), Part(quant, *matrix.arrays(kind)))), x @ matrix.values.T)
 
 
 def check(quant, kind, limit, counts=(1, 3)):

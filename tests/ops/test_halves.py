@@ -15,6 +15,7 @@ from test_kernels import FLOATS, LIMITS, Experts, Fused, error
 from metal import msl
 from moeflux_mlx.ops import launch, linear
 from moeflux_mlx.ops.forms import Form
+from moeflux_mlx.ops.matrix import Part
 from moeflux_mlx.ops.tiles import TILES, TRIED, Tiles, using
 from moeflux_mlx.quant import EXPERTS, Quant
 
@@ -47,7 +48,7 @@ def test_products_match_oracle(host, what, dtype):
 def test_a_row_has_the_same_bits_alone_and_in_company(host):
     case = Fused("norm", 24, 256, mx.bfloat16)
     x = mx.concatenate([case.x, 2 * case.x, -case.x])
-    product = lambda x: linear.qmv(x, EXPERTS, *case.matrix.arrays(), norm=case.norm)  # noqa: E731
+    product = lambda x: linear.qmv(x, Part(EXPERTS, *case.matrix.arrays()), norm=case.norm)  # noqa: E731
     assert mx.array_equal(product(x), mx.concatenate([product(x[t : t + 1]) for t in range(3)]))
 
 
@@ -58,7 +59,7 @@ def test_every_code_is_exact_in_every_place(host):
     ones, zeros = mx.ones((16, 1)), mx.zeros((16, 1))
     for first in range(0, 64, 16):
         x = mx.eye(64)[first : first + 16]
-        got = linear.qmv(x, EXPERTS, mx.array(words), ones, zeros)
+        got = linear.qmv(x, Part(EXPERTS, mx.array(words), ones, zeros))
         assert np.array_equal(np.array(got), codes.T[first : first + 16])
 
 

@@ -21,6 +21,7 @@ from moeflux_mlx.layers import RMSNorm
 from moeflux_mlx.ops import backend, combine, experts, launch, linear
 from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.forms import Form
+from moeflux_mlx.ops.matrix import Part
 from moeflux_mlx.ops.tiles import using
 from moeflux_mlx.quant import EXPERTS, Quant
 
@@ -163,7 +164,7 @@ def test_qmv_matches_oracle(host, sizes, dtype):
     rng = np.random.default_rng([T, O, I])
     matrix = Matrix(rng, O, I)
     x = mx.array(rng.normal(size=(T, I)).astype(np.float32)).astype(dtype)
-    assert error(linear.qmv(x, EXPERTS, *matrix.arrays()), wide(x) @ matrix.values.T) < LIMITS[dtype]
+    assert error(linear.qmv(x, Part(EXPERTS, *matrix.arrays())), wide(x) @ matrix.values.T) < LIMITS[dtype]
 
 
 class Fused:
@@ -182,7 +183,7 @@ class Fused:
         self.residual = self.residual if "sum" in what else None
 
     def error(self):
-        got = linear.qmv(self.x, EXPERTS, *self.matrix.arrays(), norm=self.norm, residual=self.residual)
+        got = linear.qmv(self.x, Part(EXPERTS, *self.matrix.arrays()), norm=self.norm, residual=self.residual)
         return error(got, self.want)
 
 
@@ -212,7 +213,7 @@ def test_fused_qmv_reads_every_form(host, bits):
     case = Fused("norm and sum", 24, 256, mx.float32)
     x = case.norm(case.x)
     want = wide(x @ mx.dequantize(*parts, 64, bits).T + case.residual)
-    got = linear.qmv(case.x, quant, *parts, norm=case.norm, residual=case.residual)
+    got = linear.qmv(case.x, Part(quant, *parts), norm=case.norm, residual=case.residual)
     assert error(got, want) < LIMITS[mx.float32]
 
 
@@ -233,7 +234,7 @@ def test_tiles_of_cuda_match_oracle(host, cuda_tiles, H, I):
     assert error(e.down_combine(), e.want_out()) < LIMITS[mx.bfloat16]
     for T in (1, 2, 5):
         x = mx.repeat(e.x, T, axis=0)
-        assert error(linear.qmv(x, EXPERTS, *matrix.arrays()), wide(x) @ matrix.values.T) < LIMITS[mx.bfloat16]
+        assert error(linear.qmv(x, Part(EXPERTS, *matrix.arrays())), wide(x) @ matrix.values.T) < LIMITS[mx.bfloat16]
 
 
 @pytest.mark.parametrize("shared, dtype", drawn([False, True], FLOATS))
@@ -269,7 +270,7 @@ def test_twins_match_oracle(ops, dtype):
     matrix = e.matrices[0][0]
     assert error(e.gate_up(), e.want_act()) < LIMITS[dtype]
     assert error(e.down_combine(), e.want_out()) < LIMITS[dtype]
-    assert error(linear.qmv(e.x, EXPERTS, *matrix.arrays()), wide(e.x) @ matrix.values.T) < LIMITS[dtype]
+    assert error(linear.qmv(e.x, Part(EXPERTS, *matrix.arrays())), wide(e.x) @ matrix.values.T) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -277,7 +278,7 @@ def test_scales_may_have_any_float_type(host, dtype):
     rng = np.random.default_rng(5)
     matrix = Matrix(rng, 16, 128)
     x = mx.array(rng.normal(size=(1, 128)).astype(np.float32))
-    assert error(linear.qmv(x, EXPERTS, *matrix.arrays(dtype)), wide(x) @ matrix.values.T) < 1e-3
+    assert error(linear.qmv(x, Part(EXPERTS, *matrix.arrays(dtype))), wide(x) @ matrix.values.T) < 1e-3
 
 
 # ---- what the bits may depend on
@@ -432,7 +433,7 @@ def launches(H, I, K, dtype):
     out = combine.moe_combine(mx.zeros((K, H), dtype), mx.zeros((1, K), mx.int32), mx.zeros((1, K)), out)
     w, s = mx.zeros((64, H // 8), mx.uint32), mx.zeros((64, H // 64), mx.bfloat16)
     for tokens in (1, 8):
-        linear.qmv(mx.zeros((tokens, H), dtype), EXPERTS, w, s, s)
+        linear.qmv(mx.zeros((tokens, H), dtype), Part(EXPERTS, w, s, s))
 
 
 @msl.needed
@@ -473,7 +474,7 @@ def test_no_silent_fallback(host, monkeypatch):
     monkeypatch.setattr(launch, "text_of", lambda name: "no such thing;")
     x, w, s = mx.zeros((1, 64)), mx.zeros((8, 8), mx.uint32), mx.zeros((8, 1))
     with pytest.raises(msl.Failure):
-        linear.qmv(x, EXPERTS, w, s, s)
+        linear.qmv(x, Part(EXPERTS, w, s, s))
 
 
 @pytest.mark.parametrize("target", ["metal", "cuda"])
@@ -495,7 +496,9 @@ def test_launches_stay_within_metals_limits(name, target):
 
 
 def product(tokens, columns, dtype=mx.float32):
-    return linear.qmv(mx.zeros((tokens, columns), dtype), EXPERTS, mx.zeros((1, 8), mx.uint32), *[mx.zeros((1, 1))] * 2)
+    return linear.qmv(
+        mx.zeros((tokens, columns), dtype), Part(EXPERTS, mx.zeros((1, 8), mx.uint32), *[mx.zeros((1, 1))] * 2)
+    )
 
 
 def routed(words, count):

@@ -340,10 +340,7 @@ def sweep():
             check_choose(tokens, 37, 2, 5, 1)
             check_around(tokens, 133, 3, 1)
             check_delta(tokens, 2, 3, 32, 8, 6)
-        native.checksum(np.arange(1000, dtype=np.uint32))
         check_small(2, 5, 2100, 7)
-    many = np.random.default_rng(0).integers(0, 2**32, 600_001, dtype=np.uint32)
-    assert native.checksum(many) == np.bitwise_xor.reduce(many)
 
 
 def fork():

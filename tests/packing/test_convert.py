@@ -162,7 +162,7 @@ def test_blocks_equal_mx_quantize_of_the_bfloat16_tensor(tmp_path):
     given = read_header(source / "model.safetensors")
     data = (tmp_path / "out" / "packed_experts" / "layer_01.bin").read_bytes()
     for expert in range(layout.num_experts):
-        block = data[expert * layout.expert_stride :][: layout.record.size]
+        block = data[expert * layout.record.stride :][: layout.record.size]
         parts = oracle.unpack_expert_block(block, layout.record.hidden_size, layout.record.moe_intermediate_size)
         for projection in PROJECTIONS:
             values = given[f"model.layers.1.mlp.experts.{expert}.{projection}.weight"].read()

@@ -13,7 +13,6 @@ from tiny_models import on_cpu
 from moeflux_mlx.convert import main as convert_main
 from moeflux_mlx.engine.engine import load, load_model
 from moeflux_mlx.engine.locate import resolve
-from moeflux_mlx.engine.weights import model_fingerprint
 from moeflux_mlx.errors import ConfigError, ModelFileError, NotPackedError, RequestError
 from moeflux_mlx.formats.gguf_file import open_gguf
 from moeflux_mlx.generate.__main__ import main as generate_main
@@ -133,7 +132,6 @@ def test_logits_of_every_way_to_open_it(tmp_path, types):
         model.experts.close()
     for chunk, every in made.items():
         assert all(np.array_equal(one, every[0]) for one in every), chunk
-    assert model_fingerprint(resolve(path), mx.float32) == model_fingerprint(tmp_path / "packed", mx.float32)
 
 
 FAMILIES = [pytest.param(name, marks=pytest.mark.full if "5" in name else ()) for name in WIDE]
@@ -159,7 +157,6 @@ def test_nested_scales_of_every_way_to_open_it(tmp_path, monkeypatch, family):
         assert {"q2_k", "q6_k"} <= forms
         model.experts.close()
     assert all(np.array_equal(one, made[0]) for one in made)
-    assert model_fingerprint(resolve(path), mx.float32) == model_fingerprint(tmp_path / "packed", mx.float32)
     stored = sum(tensor.nbytes for tensor in open_gguf(path).tensors.values() if "_exps" in tensor.name)
     packed = sum(file.stat().st_size for file in (tmp_path / "packed" / "packed_experts").glob("*.bin"))
     assert packed < 1.1 * stored

@@ -55,14 +55,13 @@ def test_each_layer_is_distributed_over_all_directories(folders):
 
 
 @pytest.mark.parametrize("expert_io", ["auto", "pread"])
-def test_it_computes_the_same_and_is_the_same_model(folders, expert_io):
+def test_it_computes_the_same(folders, expert_io):
     tokens = mx.array([[3, 1, 4, 1, 5, 9]])
     logits = [
         np.array(load_model(folders / name, expert_io=expert_io)(tokens).astype(mx.float32))
         for name in ("whole", "first")
     ]
     assert np.array_equal(*logits)
-    assert model_fingerprint(folders / "whole", mx.float32) == model_fingerprint(folders / "first", mx.float32)
     with pytest.raises(RequestError, match="several directories"):
         load_model(folders / "first", expert_io="mmap")
 
@@ -118,7 +117,7 @@ def test_an_interrupted_conversion_continues(folders, tmp_path):
         convert(goldens.checkpoint_dir(FAMILY), tmp_path / "out", also=also[:1])
     report = convert(goldens.checkpoint_dir(FAMILY), tmp_path / "out", also=also)
     assert str(tmp_path / "c" / "layer_00.bin") in report.kept
-    assert model_fingerprint(tmp_path / "out", mx.float32) == model_fingerprint(folders / "whole", mx.float32)
+    assert model_fingerprint(tmp_path / "out", mx.float32) == model_fingerprint(folders / "first", mx.float32)
 
 
 # Drives.

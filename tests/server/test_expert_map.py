@@ -9,7 +9,7 @@ from moeflux_mlx.server.expert_map import HIT, MISSED, ExpertMap
 
 
 def test_the_view_of_where_experts_are(packed):  # noqa: F811
-    with_pool = opened(packed, IoMode.PREAD, cache_bytes=4 * packed.layout.expert_stride, least_slots=2)
+    with_pool = opened(packed, IoMode.PREAD, cache_bytes=4 * packed.layout.record.stride, least_slots=2)
     layers = packed.layout.moe_layers
 
     def request(*ids):
@@ -30,7 +30,7 @@ def test_the_view_of_where_experts_are(packed):  # noqa: F811
 
 @pytest.mark.parametrize("mode", [IoMode.PREAD, IoMode.MMAP])
 def test_the_view_of_who_requested_an_expert_last(packed, mode):  # noqa: F811
-    options = {"cache_bytes": 4 * packed.layout.expert_stride, "least_slots": 4} if mode is IoMode.PREAD else {}
+    options = {"cache_bytes": 4 * packed.layout.record.stride, "least_slots": 4} if mode is IoMode.PREAD else {}
     loader, layer = opened(packed, mode, **options), packed.layout.moe_layers[0]
     row, asking = loader.layout.moe_layers.index(layer), []
     seen = ExpertMap(loader, lambda: asking)

@@ -136,11 +136,10 @@ def test_all_ranks_use_the_choice_of_the_first():
             for layer in model.args.moe_layers:
                 mlp = model.layers[layer].mlp
                 mlp.route = lambda logits, *tokens, right=mlp.route: right(-logits, *tokens)
-        return logits_of(model), sum(model.layers[layer].mlp.experts.differing for layer in model.args.moe_layers)
+        return logits_of(model)
 
-    (first, none), (second, some) = together(2, work)
+    first, second = together(2, work)
     assert first == second == logits_of(load_model(tiny_directory("qwen3_moe"), dtype=mx.float32))
-    assert none == 0 and some > 0
 
 
 def test_routing_that_differs_is_an_error_on_all():

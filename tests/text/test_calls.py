@@ -338,16 +338,6 @@ def test_arguments_come_while_they_are_written():
     )
 
 
-def test_it_is_known_whether_a_call_is_open():
-    reader = AnswerReader(QWEN_JSON, TOOLS)
-    assert [(reader.feed(piece), reader.in_call)[1] for piece in ("a", "<tool_call>", '{"name": "get_time"}', "x")] == [
-        False,
-        True,
-        True,
-        False,
-    ]
-
-
 def test_dialects_are_recognised_by_what_their_templates_write():
     for dialect, write in FORMS:
         head = "<|header_start|>" if dialect is LLAMA4 else ""  # its calls have nothing else of their own

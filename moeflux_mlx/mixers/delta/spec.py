@@ -50,16 +50,6 @@ class Delta(Mixer):
         return Mflx(conv=math.prod(self.conv_shape), state=math.prod(self.state_shape))
 
     @property
-    def flat_fields(self) -> dict[str, object]:
-        return {
-            "linear_num_key_heads": self.key_heads,
-            "linear_num_value_heads": self.value_heads,
-            "linear_key_head_dim": self.key_dim,
-            "linear_value_head_dim": self.value_dim,
-            "linear_conv_kernel_dim": self.taps,
-        }
-
-    @property
     def telling_convolution(self) -> tuple[str, tuple[int, int, int]] | None:
         return None if self.channel_decay else ("linear_attn.conv1d.weight", (self.channels, 1, self.taps))
 

@@ -77,12 +77,6 @@ class GroupedQuery(Mixer):
         is_plain = self.window is None and self.value_width == self.head_dim and self.blocks is None
         return Mflx() if is_plain else None
 
-    @property
-    def flat_fields(self) -> dict[str, object]:
-        turning = self.rotation.flat_fields if self.rotation else {}
-        share = self.rotation.dims / self.head_dim if self.rotation else 0.0
-        return {**turning, "partial_rotary_factor": share, "attn_output_gate": self.gate == "joined"}
-
     def check(self) -> None:
         if self.heads % self.kv_heads:
             raise not_multiple("num_attention_heads", self.heads, "num_key_value_heads", self.kv_heads)

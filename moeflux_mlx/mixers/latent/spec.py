@@ -64,17 +64,6 @@ class Latent(Mixer):
             return None
         return Mflx(latent=self.latent, rotated=self.rotated)
 
-    @property
-    def flat_fields(self) -> dict[str, object]:
-        return {
-            **(self.rotation.flat_fields if self.rotation else {}),
-            "q_lora_rank": self.q_latent,
-            "kv_lora_rank": self.latent,
-            "qk_nope_head_dim": self.nope,
-            "qk_rope_head_dim": self.rotated,
-            "v_head_dim": self.value,
-        }
-
     def check(self) -> None:
         check_head(self.head_dim, self.rotation)
         check_width("num_attention_heads * head_dim", self.heads * self.head_dim)

@@ -59,11 +59,6 @@ class AnswerReader:
         self._body: Parsing[str] | None = None
 
     @property
-    def in_call(self) -> bool:
-        """Whether a call has been opened and not ended; penalties of repeated tokens do harm there."""
-        return self._body is not None
-
-    @property
     def held(self) -> int:
         """How many of the last characters are still in no event, but may be."""
         return len(self._held) + self._spacing + (len(self._call.raw) if self._body is not None else 0)
