@@ -14,6 +14,7 @@ from ..engine.heads import DRAFTS
 from ..engine.keep_warm import MODES as KEEP_WARM
 from ..engine.kv_bits import KV_BITS
 from ..engine.load_settings import LoadSettings
+from ..engine.tiles import MODES as TILES
 from ..engine.warm_start import MODES as WARM_START
 from ..errors import RequestError
 from ..files import JsonDict, user_path
@@ -210,10 +211,9 @@ def add_memory(add: Adder) -> None:
 def add_tiles(add: Adder) -> None:
     add(
         "--tiles",
+        choices=TILES,
         default="auto",
-        metavar="auto|code|FILE",
-        help="tiles of the GPU kernels: auto: the result of moeflux tune; code: the built-in ones; or a file "
-        "(%(default)s, or the value of MOEFLUX_TILES)",
+        help="tiles of the GPU kernels: the result of moeflux tune, or the built-in ones (%(default)s)",
     )
 
 

@@ -18,9 +18,11 @@ from ..vision.vision import NoVision, VisionFiles, checked_rows
 from .company import Company
 from .demand import Demand
 from .keep_warm import MODES as KEEP_WARM
+from .tiles import MODES as TILES
 from .warm_start import MODES as WARM_START
 
 PREFETCH = {"auto": "lookahead", "off": "off"}
+MODES = {"prefetch": PREFETCH, "keep_warm": KEEP_WARM, "warm_start": WARM_START, "tiles": TILES}
 COUNTS = ("context", "span", "prefill_step_size", "expert_cache_bytes")
 
 
@@ -50,7 +52,7 @@ class LoadSettings:
     shards_in: Sequence[str | Path] = ()
     tokenizer: str | Path | None = None
     without_correction_bias: bool = False
-    tiles: str | Path = "auto"
+    tiles: str = "auto"
     pool_share: float | None = None
     least_context: int = 0
     progress: Callable[[int, int], object] | None = None
@@ -61,7 +63,7 @@ class LoadSettings:
     ranks: Company | None = None
 
     def __post_init__(self) -> None:
-        for name, modes in (("prefetch", PREFETCH), ("keep_warm", KEEP_WARM), ("warm_start", WARM_START)):
+        for name, modes in MODES.items():
             if (mode := getattr(self, name)) not in modes:
                 raise RequestError(f"{name} {mode!r} is not one of {', '.join(modes)}")
         for name in COUNTS:
