@@ -14,13 +14,12 @@ from .cli.chart import line_chart
 from .cli.opening import note_idle_options
 from .cli.options import (
     NOT_GIVEN,
-    add_activations,
     add_dtype,
     add_expert_io,
     add_kv_bits,
     add_memory,
+    add_set,
     add_shards_in,
-    add_tiles,
     add_without_correction_bias,
     dtype_of,
     file_to_write,
@@ -40,7 +39,7 @@ from .tools.readers import LayerReader
 
 # Options that only an engine uses.
 
-OF_ENGINES = ("cpu_activations", "kv_bits", "expert_io", "expert_cache_gb", "host_gb", "memory_gb", "tiles")
+OF_ENGINES = ("kv_bits", "expert_io", "expert_cache_gb", "memory_gb", "set")
 BINS = 64  # points of a chart
 
 
@@ -214,11 +213,10 @@ def parser() -> argparse.ArgumentParser:
     add("--svg", metavar="FILE", help="draw the KL divergence by position to FILE")
     add = made.add_argument_group("memory and expert I/O").add_argument
     add_dtype(add)
-    add_activations(add)
     add_kv_bits(add)
     add_expert_io(add)
-    add_tiles(add)
     add_memory(add)
+    add_set(add)
     return made
 
 

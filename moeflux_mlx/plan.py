@@ -20,6 +20,7 @@ from .cli.options import (
     add_kv_bits,
     add_memory,
     add_prompt_sizes,
+    add_set,
     add_shards_in,
     add_variant,
     add_vision,
@@ -49,7 +50,6 @@ from .formats.pieces import ExpertFiles
 from .formats.record import ExpertLayout
 from .formats.tables import NARROW, RowForm, TableFiles
 from .model.tensors import resident_bytes, token_bytes, variant_bytes
-from .ops import backend
 from .packing.recipe import Recipe, read_recipe
 from .packing.tables import SMALL_GROUP
 from .quant import Quant
@@ -216,8 +216,6 @@ def print_notes(plan: MemoryPlan, options: argparse.Namespace) -> None:
         note(f"warning: {plan.enlarged}")
     if plan.mode is not IoMode.PREAD and options.expert_cache_gb is not None:
         note(f"note: --expert-cache-gb has no effect where experts are {HELD[plan.mode]}")
-    if options.host_gb and backend.name() != "cuda":
-        note("note: --host-gb has no effect without an NVIDIA GPU")
 
 
 def table_lines(args: ModelArgs, tables: Mapping[int, TableFiles]) -> list[str]:
@@ -310,6 +308,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_prompt_sizes(add)
     add_draft(add)
+    add_set(add)
     add = made.add_argument_group("several machines (docs/several-machines.md)").add_argument
     add(
         "--ranks",

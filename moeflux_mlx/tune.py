@@ -131,7 +131,7 @@ def speed_with(path: Path, pool: int, seconds: float) -> float:
         path,
         expert_io="pread",
         expert_cache_bytes=pool,
-        keep_warm="off",
+        set={"keep_warm": "off"},
         warm_start="off",
         without_correction_bias=True,
     )

@@ -11,21 +11,18 @@ import mlx.core as mx
 
 from ..engine.expert_io import MODES
 from ..engine.heads import DRAFTS
-from ..engine.keep_warm import MODES as KEEP_WARM
 from ..engine.kv_bits import KV_BITS
-from ..engine.load_settings import LoadSettings
-from ..engine.tiles import MODES as TILES
+from ..engine.load_settings import TRIALS, LoadSettings
 from ..engine.warm_start import MODES as WARM_START
 from ..errors import RequestError
 from ..files import JsonDict, user_path
-from ..ops.native import ACTIVATIONS
 from ..vision.pixels import IMAGE_ROWS
 
 OptionValue: TypeAlias = Any  # what argparse makes of an option: its type is that of the option
 Adder = Callable[..., argparse.Action]  # `add_argument` of a parser or of a group
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_CACHE_GB = 10.0
-NOT_OPTIONS = ("vision", "least_context")  # settings of other names, or that the server alone has
+NOT_OPTIONS = ("vision", "trial")  # settings that options name otherwise
 OTHER_NAMES = {"rank_count": "ranks"}  # what options are called where argparse stores them under another name
 # Defaults of options; None for all others.
 NOT_GIVEN = {
@@ -54,14 +51,15 @@ def settings_of(options: argparse.Namespace, model: str | Path | None) -> LoadSe
     Raises:
         RequestError: a value is not possible.
     """
-    names = {one.name for one in fields(LoadSettings)} - {"dtype", "vision"}
+    names = {one.name for one in fields(LoadSettings)} - {"dtype", "vision", "set"}
+    trials = {name: value for name, value in vars(options).items() if name in TRIALS}
     return LoadSettings(
         model,
         dtype=dtype_of(options),
         vision=not getattr(options, "no_vision", False),
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
-        host_bytes=0 if options.host_gb == 0 else gigabytes("--host-gb", options.host_gb),
         memory_bytes=gigabytes("--memory-gb", options.memory_gb),
+        set={**trials, **dict(options.set or ())},
         **{name: value for name, value in vars(options).items() if name in names},
     )
 
@@ -85,7 +83,6 @@ def add_model_options(
     add_without_correction_bias(add)
     add("--yes", action="store_true", help="download more than 20 GB without asking")
     add_dtype(add)
-    add_activations(add)
     add_kv_bits(add)
     add_vision(add)
     if answers:
@@ -101,7 +98,6 @@ def add_model_options(
         default="auto",
         help="whether experts are read ahead (%(default)s)",
     )
-    add_keep_warm(add)
     if answers:
         add(
             "--warm-start",
@@ -118,8 +114,8 @@ def add_model_options(
     add("--context", type=int, metavar="TOKENS", help=f"plan memory for this many tokens; default: {default}")
     parser.set_defaults(pool_share=pool_share)
     add_prompt_sizes(add)
-    add_tiles(add)
     add_draft(add)
+    add_set(add)
 
 
 def add_variant(add: Adder, use: str = "") -> None:
@@ -144,16 +140,6 @@ def add_expert_io(add: Adder) -> None:
         choices=MODES,
         default="auto",
         help="how experts are read (%(default)s, or the value of MOEFLUX_EXPERT_IO)",
-    )
-
-
-def add_keep_warm(add: Adder) -> None:
-    add(
-        "--keep-warm",
-        choices=KEEP_WARM,
-        default="auto",
-        help="keep the GPU's clock up with tiny launches while a token waits for the disk, which changes only the "
-        "speed; auto: on a Mac on mains, if measured to be faster (%(default)s)",
     )
 
 
@@ -193,27 +179,11 @@ def add_memory(add: Adder) -> None:
         help="size of the expert pool; default: all memory that is left",
     )
     add(
-        "--host-gb",
-        type=float,
-        metavar="GB",
-        help="on an NVIDIA GPU: the most memory of the computer for experts that stay there after they were copied to "
-        "the GPU; 0: none; default: what is free, less a reserve",
-    )
-    add(
         "--memory-gb",
         type=float,
         metavar="GB",
         help="memory limit of the process, in units of 1e9 bytes; default: the machine's memory, less a reserve for "
         "other programs",
-    )
-
-
-def add_tiles(add: Adder) -> None:
-    add(
-        "--tiles",
-        choices=TILES,
-        default="auto",
-        help="tiles of the GPU kernels: the result of moeflux tune, or the built-in ones (%(default)s)",
     )
 
 
@@ -231,16 +201,6 @@ def add_dtype(add: Adder) -> None:
     add("--dtype", choices=DTYPES, help="dtype of activations; default: bfloat16 on a GPU, float32 on a CPU")
 
 
-def add_activations(add: Adder) -> None:
-    add(
-        "--cpu-activations",
-        choices=("auto", *map(str, ACTIVATIONS)),
-        default="auto",
-        help="number of bits to which products on the CPU round activations; 24: as exact as float32 "
-        "(%(default)s: 24 with --dtype, otherwise 8)",
-    )
-
-
 def add_kv_bits(add: Adder) -> None:
     add(
         "--kv-bits",
@@ -253,18 +213,30 @@ def add_kv_bits(add: Adder) -> None:
 
 def add_prompt_sizes(add: Adder) -> None:
     add(
-        "--span",
-        type=int,
-        metavar="TOKENS",
-        help="number of prompt tokens that go through the model together; each expert is read once for all of them; "
-        "default: as many as fit",
-    )
-    add(
         "--prefill-step-size",
         type=int,
         metavar="TOKENS",
-        help="maximum tokens of a span that attention processes at once; default: 4096, or as many as fit",
+        help="maximum tokens of a prompt that attention processes at once; default: 4096, or as many as fit",
     )
+
+
+def add_set(add: Adder) -> None:
+    add(
+        "--set",
+        type=setting,
+        action="append",
+        metavar="NAME=VALUE",
+        help=f"for measurements: {', '.join(TRIALS)} (docs/library.md); may be repeated",
+    )
+
+
+def setting(text: str) -> tuple[str, OptionValue]:
+    """The name and the value of NAME=VALUE, where a value that is no number stays text."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def add_prompt_cache_options(parser: argparse.ArgumentParser, with_file: bool) -> None:

@@ -29,7 +29,7 @@ REMEDIES = {
     "package": "install the same moeflux-mlx everywhere",
     "model": "give all ranks a copy of the same model directory",
     "dtype": "give all ranks the same --dtype",
-    "rounding": "give all ranks the same --cpu-activations",
+    "rounding": "give all ranks the same --set cpu_activations=BITS",
     "kv_bits": "give all ranks the same --kv-bits",
     "context": "give all ranks the same --context",
 }

@@ -340,7 +340,7 @@ def test_a_stored_result_is_used_and_a_new_mlx_measures_again():
 
 def test_an_unknown_mode_is_refused():
     with pytest.raises(RequestError, match="keep_warm 'yes' is not one of auto, on, off"):
-        load_model(PATH, keep_warm="yes")
+        load_model(PATH, set={"keep_warm": "yes"})
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -355,7 +355,7 @@ def test_several_ranks_have_none(mode, monkeypatch):
     ranks = SimpleNamespace(io_mode=lambda asked, weights: asked, meet=lambda *given: agreed)
     monkeypatch.setattr(opening, "_loaded", loaded)
     with pytest.raises(Reached, match="^off$"):
-        load_model(PATH, keep_warm=mode, ranks=ranks)
+        load_model(PATH, set={"keep_warm": mode}, ranks=ranks)
 
 
 @pytest.fixture
@@ -373,7 +373,7 @@ def slow_disk(monkeypatch):
 def answer(mode, count=12):
     """Returns an answer's tokens and the bits of their log-probabilities, with the engine, whose experts are read from
     the disk all the time."""
-    engine = open_engine(PATH, expert_io="pread", expert_cache_bytes=1, keep_warm=mode, prefetch="off")
+    engine = open_engine(PATH, expert_io="pread", expert_cache_bytes=1, set={"keep_warm": mode}, prefetch="off")
     steps = generate_step([1, 2, 3], engine.model, max_tokens=count)
     return engine, [(token, bytes(memoryview(logprobs.astype(mx.float32)))) for token, logprobs in steps]
 
@@ -448,13 +448,13 @@ def test_commands_pass_the_option_on_and_say_what_is_done(plain_operations, monk
         return warm
 
     monkeypatch.setattr(opening, "keep_warm_of", made)
-    options = ["--model", str(PATH), "--expert-io", "pread", "-m", "2", "-p", "a", "--keep-warm", "on"]
+    options = ["--model", str(PATH), "--expert-io", "pread", "-m", "2", "-p", "a", "--set", "keep_warm=on"]
     assert main(["generate", *options, "--verbose"]) == 0
     line = "keep-warm: on: a token took 15.0 ms with launches and 20.0 ms without\n"
     assert capsys.readouterr().err.count(line) == 2 and modes == ["on"]
     assert main(["generate", *options]) == 0
     err = capsys.readouterr().err
-    assert line not in err and "--keep-warm has no effect without an Apple GPU" in err
+    assert line not in err and "--set keep_warm has no effect without an Apple GPU" in err
     monkeypatch.setattr(opening, "keep_warm_of", lambda *given: None)
     assert main(["generate", *options, "--expert-io", "resident"]) == 0
-    assert "--keep-warm has no effect where experts are resident" in capsys.readouterr().err
+    assert "--set keep_warm has no effect where experts are resident" in capsys.readouterr().err

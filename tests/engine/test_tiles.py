@@ -139,7 +139,7 @@ def test_the_built_in_tiles_can_be_asked_for(file, monkeypatch):
     monkeypatch.setenv("MOEFLUX_TILES", "code")
     assert tiles.choose("auto") is CODE
     with pytest.raises(RequestError, match="tiles 'mine' is not one of auto, code"):
-        load_model(tiny_directory("qwen3_moe"), tiles="mine")
+        load_model(tiny_directory("qwen3_moe"), set={"tiles": "mine"})
 
 
 def test_a_cpu_reads_no_file(file, monkeypatch):
@@ -156,7 +156,7 @@ def test_a_model_computes_with_its_own_tiles(monkeypatch):
 
     own = Tiles(FOUND)
     monkeypatch.setattr(engine, "choose", lambda option: own if option == "auto" else CODE)
-    models = [load_model(tiny_directory("qwen3_moe"), tiles=name) for name in ("auto", "code")]
+    models = [load_model(tiny_directory("qwen3_moe"), set={"tiles": name}) for name in ("auto", "code")]
     assert [model.tiles for model in models] == [own, CODE]
     used, real = [], decoder.using
     monkeypatch.setattr(decoder, "using", lambda choice: used.append(choice) or real(choice))

@@ -92,7 +92,7 @@ def test_a_planted_fault_shows():
 
 
 def test_a_window_longer_than_the_plan_s_span_goes_through_in_several():
-    whole, cut = evaluate(opens(), TEXT, window=90), evaluate(opens(span=16), TEXT, window=90)
+    whole, cut = evaluate(opens(), TEXT, window=90), evaluate(opens(set={"span": 16}), TEXT, window=90)
     assert np.allclose(whole.nll, cut.nll, atol=1e-4)
 
 
