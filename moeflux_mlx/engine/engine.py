@@ -17,7 +17,7 @@ from ..experts.routing import RoutedExpertsCall
 from ..experts.source import ExpertLoader
 from ..experts.tables import open_readers
 from ..files import user_path
-from ..foreign import LOADING
+from ..foreign import LOADING, with_parameters_of
 from ..mixers.registry import stored_forms
 from ..model.decoder import Model
 from ..model.tables import Tables
@@ -37,7 +37,6 @@ from .expert_source import open_experts
 from .heads import ChosenDrafts, choose_drafts, load_head
 from .keep_warm import KeepWarm, keep_warm_of
 from .kernel_cache import compiling
-from .keywords import with_parameters_of
 from .kv_bits import keeping
 from .load_settings import PREFETCH, LoadSettings
 from .locate import resolve
