@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from .cli.chart import line_chart
 from .cli.opening import note_idle_options
 from .cli.options import (
     NOT_GIVEN,
@@ -22,7 +21,6 @@ from .cli.options import (
     add_shards_in,
     add_without_correction_bias,
     dtype_of,
-    file_to_write,
     settings_of,
     written,
 )
@@ -30,7 +28,7 @@ from .cli.run import Parser, execute
 from .cli.terminal import ProgressLine, note
 from .engine.engine import Engine, open_with
 from .engine.locate import resolve
-from .errors import NotPackedError, RequestError
+from .errors import NotPackedError
 from .files import JsonDict, read_text, user_path
 from .formats.packed import STATE
 from .process import claim_process
@@ -40,14 +38,10 @@ from .tools.readers import LayerReader
 # Options that only an engine uses.
 
 OF_ENGINES = ("kv_bits", "expert_io", "expert_cache_gb", "memory_gb", "set")
-BINS = 64  # points of a chart
 
 
 def run(options: argparse.Namespace) -> int:
     texts = [read_text(name) for name in options.text]
-    chart = None if options.svg is None else file_to_write("--svg", options.svg)
-    if chart is not None and options.against is None:
-        raise RequestError("--svg draws the divergence of two models; give the second with --against")
     with ProgressLine("reading", lines=True) as progress:
         measured = evaluate(
             lambda: opened(options, options.model, options.kv_bits, options.shards_in),
@@ -57,8 +51,6 @@ def run(options: argparse.Namespace) -> int:
             most=options.tokens,
             progress=progress.update,
         )
-    if chart is not None:
-        chart.write_text(drawn(measured, options), encoding="utf-8")
     result = summary(measured)
     if len(texts) > 1:
         result["texts"] = [{"text": name, **part} for name, part in zip(options.text, by_text(measured), strict=True)]
@@ -170,17 +162,6 @@ def _line(part: JsonDict) -> str:
     return f"{line}, KL {part['kl_mean']:.4g} nats, same first choice {part['same_first_choice']:.2%}"
 
 
-def drawn(measured: Losses, options: argparse.Namespace) -> str:
-    """KL divergence by position in the window: mean and 99th percentile of neighbouring positions."""
-    assert measured.kl is not None
-    edges = np.unique(np.linspace(1, measured.place.max() + 1, BINS + 1).astype(int))
-    parts = [measured.kl[(measured.place >= a) & (measured.place < b)] for a, b in zip(edges, edges[1:], strict=False)]
-    lines = {"mean": [part.mean() for part in parts], "99th percentile": [np.percentile(part, 99) for part in parts]}
-    names = f"{Path(options.model or 'demo').name} against {Path(options.against).name}"
-    middles = [(a + b - 1) / 2 for a, b in zip(edges, edges[1:], strict=False)]
-    return line_chart(f"KL divergence by position: {names}", "position in the window", "nats", middles, lines)
-
-
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         "evaluate",
@@ -210,7 +191,6 @@ def parser() -> argparse.ArgumentParser:
         help="keep one layer and one expert of a model in memory, in floats; a checkpoint that cannot be used in place "
         "is always read so",
     )
-    add("--svg", metavar="FILE", help="draw the KL divergence by position to FILE")
     add = made.add_argument_group("memory and expert I/O").add_argument
     add_dtype(add)
     add_kv_bits(add)
