@@ -13,13 +13,8 @@ import numpy as np
 from .cli.opening import note_idle_options
 from .cli.options import (
     NOT_GIVEN,
-    add_dtype,
-    add_expert_io,
-    add_kv_bits,
-    add_memory,
-    add_set,
-    add_shards_in,
-    add_without_correction_bias,
+    OF_MEMORY,
+    add_shared,
     dtype_of,
     settings_of,
     written,
@@ -169,8 +164,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument_group("measurement").add_argument
     add("--model", help="directory, or Hugging Face repo id org/name; default: the demo model in the package")
-    add_shards_in(add)
-    add_without_correction_bias(add)
+    add_shared(add, "--shards-in", "--without-correction-bias")
     add(
         "--against",
         metavar="MODEL",
@@ -192,11 +186,7 @@ def parser() -> argparse.ArgumentParser:
         "is always read so",
     )
     add = made.add_argument_group("memory and expert I/O").add_argument
-    add_dtype(add)
-    add_kv_bits(add)
-    add_expert_io(add)
-    add_memory(add)
-    add_set(add)
+    add_shared(add, "--dtype", "--kv-bits", *OF_MEMORY, "--set")
     return made
 
 

@@ -64,6 +64,127 @@ def settings_of(options: argparse.Namespace, model: str | Path | None) -> LoadSe
     )
 
 
+def setting(text: str) -> tuple[str, OptionValue]:
+    """The name and the value of NAME=VALUE, where a value that is no number stays text."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+# The options that several commands have, with the arguments of `add_argument`.
+SHARED: dict[str, dict[str, OptionValue]] = {
+    "--revision": {"help": "branch, tag or commit of the Hugging Face repo"},
+    "--shards-in": {
+        "nargs": "+",
+        "default": (),
+        "metavar": "DIR",
+        "help": "further directories with safetensors files of the checkpoint, for example on other drives",
+    },
+    "--tokenizer": {
+        "metavar": "DIR_OR_REPO",
+        "help": "tokenizer files for a GGUF, such as those of the model that it was made from; default: those beside "
+        "it, else what the file says",
+    },
+    "--without-correction-bias": {
+        "action": "store_true",
+        "help": "take a checkpoint that lacks the biases which correct the choice of experts, as mlx-lm's of ERNIE do; "
+        "answers get worse",
+    },
+    "--yes": {"action": "store_true", "help": "download more than 20 GB without asking"},
+    "--dtype": {
+        "choices": DTYPES,
+        "help": "dtype of activations; default: bfloat16 on a GPU, float32 on a CPU",
+    },
+    "--kv-bits": {
+        "choices": KV_BITS,
+        "default": "auto",
+        "help": "number of bits of the keys and values in caches; 16: not rounded, in --dtype (%(default)s: 8 in "
+        "families where a token adds 128 KiB or more, unless --dtype is float32)",
+    },
+    "--no-vision": {"action": "store_true", "help": "do not load the image encoder, and plan no memory for it"},
+    "--image-tokens": {
+        "type": int,
+        "default": IMAGE_ROWS,
+        "metavar": "N",
+        "help": "maximum tokens of an image; larger images are scaled down (%(default)s)",
+    },
+    "--chat-template-config": {
+        "default": "{}",
+        "metavar": "JSON",
+        "help": "variables for the chat template (%(default)s)",
+    },
+    "--expert-io": {
+        "choices": MODES,
+        "default": "auto",
+        "help": "how experts are read (%(default)s, or the value of MOEFLUX_EXPERT_IO)",
+    },
+    "--expert-cache-gb": {
+        "type": float,
+        "metavar": "GB",
+        "help": "size of the expert pool; default: all memory that is left",
+    },
+    "--memory-gb": {
+        "type": float,
+        "metavar": "GB",
+        "help": "memory limit of the process, in units of 1e9 bytes; default: the machine's memory, less a reserve for "
+        "other programs",
+    },
+    "--prefetch": {
+        "choices": ("auto", "off"),
+        "default": "auto",
+        "help": "whether experts are read ahead (%(default)s)",
+    },
+    "--warm-start": {
+        "choices": WARM_START,
+        "default": "auto",
+        "help": "whether free memory is filled with the experts that earlier sessions used most, and this session's "
+        "are noted (%(default)s, or the value of MOEFLUX_WARM_START)",
+    },
+    "--prefill-step-size": {
+        "type": int,
+        "metavar": "TOKENS",
+        "help": "maximum tokens of a prompt that attention processes at once; default: 4096, or as many as fit",
+    },
+    "--draft": {
+        "default": "off",
+        "metavar": "|".join((*DRAFTS, "DIR")),
+        "help": "speculative decoding, which changes only the speed; lookup: propose tokens from earlier text; head: "
+        "by the model's draft head, or the one in DIR; auto: head if memory allows, else lookup (%(default)s)",
+    },
+    "--set": {
+        "type": setting,
+        "action": "append",
+        "metavar": "NAME=VALUE",
+        "help": f"for measurements: {', '.join(TRIALS)} (docs/library.md); may be repeated",
+    },
+    "--prompt-cache-file": {
+        "metavar": "FILE",
+        "help": "reuse the beginning that this prompt shares with the one in FILE, and save this one there",
+    },
+    "--prompt-cache-dir": {
+        "metavar": "DIR",
+        "help": "reuse the prompt in DIR that shares the longest beginning with this one, and save this one there",
+    },
+    "--prompt-cache-gb": {
+        "type": float,
+        "default": PROMPT_CACHE_GB,
+        "metavar": "GB",
+        "help": "maximum size of DIR; the least recently used prompts are deleted (%(default)s)",
+    },
+}
+OF_MODELS = ("--revision", "--shards-in", "--tokenizer", "--without-correction-bias", "--yes", "--dtype", "--kv-bits")
+OF_IMAGES = ("--no-vision", "--image-tokens")
+OF_MEMORY = ("--expert-io", "--expert-cache-gb", "--memory-gb")
+
+
+def add_shared(add: Adder, *names: str) -> None:
+    """Adds these options of `SHARED`."""
+    for name in names:
+        add(name, **SHARED[name])
+
+
 def add_model_options(
     parser: argparse.ArgumentParser, several: bool = False, answers: bool = True, pool_share: float | None = None
 ) -> None:
@@ -77,35 +198,9 @@ def add_model_options(
         add("--model", action="append", dest="models", metavar="MODEL", help=f"{model}; {more}")
     else:
         add("--model", help=model)
-    add("--revision", help="branch, tag or commit of the Hugging Face repo")
-    add_shards_in(add)
-    add_tokenizer(add)
-    add_without_correction_bias(add)
-    add("--yes", action="store_true", help="download more than 20 GB without asking")
-    add_dtype(add)
-    add_kv_bits(add)
-    add_vision(add)
-    if answers:
-        add(
-            "--chat-template-config", default="{}", metavar="JSON", help="variables for the chat template (%(default)s)"
-        )
+    add_shared(add, *OF_MODELS, *OF_IMAGES, *["--chat-template-config"] * answers)
     add = parser.add_argument_group("memory and expert I/O").add_argument
-    add_expert_io(add)
-    add_memory(add)
-    add(
-        "--prefetch",
-        choices=("auto", "off"),
-        default="auto",
-        help="whether experts are read ahead (%(default)s)",
-    )
-    if answers:
-        add(
-            "--warm-start",
-            choices=WARM_START,
-            default="auto",
-            help="whether free memory is filled with the experts that earlier sessions used most, and this session's "
-            "are noted (%(default)s, or the value of MOEFLUX_WARM_START)",
-        )
+    add_shared(add, *OF_MEMORY, "--prefetch", *["--warm-start"] * answers)
     default = (
         "8192, or less if the model or the memory allows only less"
         if pool_share is None
@@ -113,9 +208,7 @@ def add_model_options(
     )
     add("--context", type=int, metavar="TOKENS", help=f"plan memory for this many tokens; default: {default}")
     parser.set_defaults(pool_share=pool_share)
-    add_prompt_sizes(add)
-    add_draft(add)
-    add_set(add)
+    add_shared(add, "--prefill-step-size", "--draft", "--set")
 
 
 def add_variant(add: Adder, use: str = "") -> None:
@@ -123,142 +216,9 @@ def add_variant(add: Adder, use: str = "") -> None:
     add("--variant", metavar="NAME", help=f"{use}a known model, such as qwen3-30b-a3b; {names}; no files are needed")
 
 
-def add_vision(add: Adder) -> None:
-    add("--no-vision", action="store_true", help="do not load the image encoder, and plan no memory for it")
-    add(
-        "--image-tokens",
-        type=int,
-        default=IMAGE_ROWS,
-        metavar="N",
-        help="maximum tokens of an image; larger images are scaled down (%(default)s)",
-    )
-
-
-def add_expert_io(add: Adder) -> None:
-    add(
-        "--expert-io",
-        choices=MODES,
-        default="auto",
-        help="how experts are read (%(default)s, or the value of MOEFLUX_EXPERT_IO)",
-    )
-
-
-def add_shards_in(add: Adder) -> None:
-    add(
-        "--shards-in",
-        nargs="+",
-        default=(),
-        metavar="DIR",
-        help="further directories with safetensors files of the checkpoint, for example on other drives",
-    )
-
-
-def add_without_correction_bias(add: Adder) -> None:
-    add(
-        "--without-correction-bias",
-        action="store_true",
-        help="take a checkpoint that lacks the biases which correct the choice of experts, as mlx-lm's of ERNIE do; "
-        "answers get worse",
-    )
-
-
-def add_tokenizer(add: Adder) -> None:
-    add(
-        "--tokenizer",
-        metavar="DIR_OR_REPO",
-        help="tokenizer files for a GGUF, such as those of the model that it was made from; default: those beside it, "
-        "else what the file says",
-    )
-
-
-def add_memory(add: Adder) -> None:
-    add(
-        "--expert-cache-gb",
-        type=float,
-        metavar="GB",
-        help="size of the expert pool; default: all memory that is left",
-    )
-    add(
-        "--memory-gb",
-        type=float,
-        metavar="GB",
-        help="memory limit of the process, in units of 1e9 bytes; default: the machine's memory, less a reserve for "
-        "other programs",
-    )
-
-
-def add_draft(add: Adder) -> None:
-    add(
-        "--draft",
-        default="off",
-        metavar="|".join((*DRAFTS, "DIR")),
-        help="speculative decoding, which changes only the speed; lookup: propose tokens from earlier text; head: by "
-        "the model's draft head, or the one in DIR; auto: head if memory allows, else lookup (%(default)s)",
-    )
-
-
-def add_dtype(add: Adder) -> None:
-    add("--dtype", choices=DTYPES, help="dtype of activations; default: bfloat16 on a GPU, float32 on a CPU")
-
-
-def add_kv_bits(add: Adder) -> None:
-    add(
-        "--kv-bits",
-        choices=KV_BITS,
-        default="auto",
-        help="number of bits of the keys and values in caches; 16: not rounded, in --dtype (%(default)s: 8 in "
-        "families where a token adds 128 KiB or more, unless --dtype is float32)",
-    )
-
-
-def add_prompt_sizes(add: Adder) -> None:
-    add(
-        "--prefill-step-size",
-        type=int,
-        metavar="TOKENS",
-        help="maximum tokens of a prompt that attention processes at once; default: 4096, or as many as fit",
-    )
-
-
-def add_set(add: Adder) -> None:
-    add(
-        "--set",
-        type=setting,
-        action="append",
-        metavar="NAME=VALUE",
-        help=f"for measurements: {', '.join(TRIALS)} (docs/library.md); may be repeated",
-    )
-
-
-def setting(text: str) -> tuple[str, OptionValue]:
-    """The name and the value of NAME=VALUE, where a value that is no number stays text."""
-    name, _, value = text.partition("=")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
-
-
 def add_prompt_cache_options(parser: argparse.ArgumentParser, with_file: bool) -> None:
     add = parser.add_argument_group("prompt cache").add_argument
-    if with_file:
-        add(
-            "--prompt-cache-file",
-            metavar="FILE",
-            help="reuse the beginning that this prompt shares with the one in FILE, and save this one there",
-        )
-    add(
-        "--prompt-cache-dir",
-        metavar="DIR",
-        help="reuse the prompt in DIR that shares the longest beginning with this one, and save this one there",
-    )
-    add(
-        "--prompt-cache-gb",
-        type=float,
-        default=PROMPT_CACHE_GB,
-        metavar="GB",
-        help="maximum size of DIR; the least recently used prompts are deleted (%(default)s)",
-    )
+    add_shared(add, *["--prompt-cache-file"] * with_file, "--prompt-cache-dir", "--prompt-cache-gb")
 
 
 def gigabytes(option: str, value: float | None) -> int | None:

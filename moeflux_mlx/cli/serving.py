@@ -25,7 +25,7 @@ from ..text.tokenizer import load_tokenizer
 from ..vision.vision import open_reader
 from .opening import check_store, open_store
 from .options import parse_template_config
-from .sampling import PENALTY, REPETITION, SAMPLER, add_context_size, add_xtc, given
+from .sampling import REPETITION, SAMPLER, add_samplers, given
 from .terminal import note
 
 if TYPE_CHECKING:
@@ -267,11 +267,4 @@ def _written(host: str) -> str:
 
 def add_sampling_defaults(parser: argparse.ArgumentParser) -> None:
     default = "default: the model's generation_config.json"
-    add = parser.add_argument_group("sampling, if a request does not set it", default).add_argument
-    add("--temp", type=float, help="sampling temperature; 0: most likely token")
-    add("--top-p", type=float, help="keep the smallest set of likely tokens whose probabilities add up to this")
-    add("--top-k", type=int, help="keep this many of the most likely tokens")
-    add("--min-p", type=float, help="drop tokens whose probability is below this share of the most likely token's")
-    add_xtc(add)
-    add("--repetition-penalty", type=float, metavar="P", help=PENALTY)
-    add_context_size(add)
+    add_samplers(parser.add_argument_group("sampling, if a request does not set it", default).add_argument)
