@@ -24,7 +24,7 @@ from ..model.tables import Tables
 from ..model.tensors import resident_bytes
 from ..model.weights import fill
 from ..ops.limits import within_limits
-from ..ops.tiles import Tiles
+from ..ops.tiles import CODE, Tiles
 from ..process import claim_process
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint
@@ -122,13 +122,13 @@ def open_with(settings: LoadSettings) -> Engine:
     weights = open_weights(path, folders, settings.without_correction_bias)
     settings = replace(settings, expert_io=_checked_mode(settings.expert_io, weights, ranks))
     dtype, bits = checked_dtype(settings.dtype), activation_bits(settings.trial.cpu_activations, settings.dtype)
-    args, tiles = keeping(weights.args, settings.kv_bits, settings.dtype), choose(settings.trial.tiles)
+    args = keeping(weights.args, settings.kv_bits, settings.dtype)
     images = weights.vision(settings.vision) if ranks is None else NoVision(NO_IMAGES)
     planner = _planner(settings, weights, args, dtype, images)
     if ranks is None:
-        setup = _alone(choose_drafts(settings.draft, weights, planner, dtype), tiles, settings)
+        setup = _alone(choose_drafts(settings.draft, weights, planner, dtype), settings)
     else:
-        agreed = ranks.meet(weights, planner, dtype, bits, tiles)
+        agreed = ranks.meet(weights, planner, dtype, bits)
         setup = _with_others(agreed, args, settings, planner.layout.total_bytes)
     with setup.loading:
         engine = _loaded(weights, setup, dtype, bits, settings.progress)
@@ -178,17 +178,20 @@ class Setup:
     loading: AbstractContextManager[None]
 
 
-def _alone(drafts: ChosenDrafts, tiles: Tiles, settings: LoadSettings) -> Setup:
+def _alone(drafts: ChosenDrafts, settings: LoadSettings) -> Setup:
     prefetch = PREFETCH[settings.prefetch]
     computing = lambda source, warm: RoutedExperts(source, prefetch, warm)  # noqa: E731
+    tiles = choose(settings.trial.tiles)
     return Setup(drafts, tiles, computing, settings.trial.keep_warm, settings.warm_start, nullcontext())
 
 
 def _with_others(agreed: Agreed, args: ModelArgs, settings: LoadSettings, nbytes: int) -> Setup:
-    """As all ranks have agreed; drafts, `keep_warm` and warm starts are off. `nbytes`: of all experts."""
+    """As all ranks have agreed, with the built-in tiles; drafts, `keep_warm` and warm starts are off. `nbytes`: of all
+    experts.
+    """
     drafts, prefetch = ChosenDrafts(args, agreed.plan, "off", None, ""), PREFETCH[settings.prefetch]
     computing = lambda source, _: agreed.experts(source, prefetch)  # noqa: E731
-    return Setup(drafts, agreed.tiles, computing, "off", "off", agreed.loading(nbytes))
+    return Setup(drafts, CODE, computing, "off", "off", agreed.loading(nbytes))
 
 
 def _seeing(engine: Engine, files: VisionFiles | NoVision, dtype: mx.Dtype, rows: int) -> Engine:

@@ -4,7 +4,6 @@ import json
 import warnings
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from grids import examples
 from hypothesis import HealthCheck, given, settings
@@ -14,11 +13,9 @@ from tiny_models import tiny_directory
 from moeflux_mlx import load_model
 from moeflux_mlx.engine import tiles
 from moeflux_mlx.engine.kept_rows import read_rows
-from moeflux_mlx.errors import RankError, RequestError
+from moeflux_mlx.errors import RequestError
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.tiles import CODE, TILES, TRIED, Tiles, joined, planned
-from moeflux_mlx.several import handshake
-from moeflux_mlx.several.group import FINE, Gathered
 
 FOUND = {"qmv": {"halves": 1, "rows": 8}}
 OTHER = {"prompt_experts": {"dense": 64}}
@@ -166,42 +163,10 @@ def test_a_model_computes_with_its_own_tiles(monkeypatch):
     assert used == [own, CODE]
 
 
-# ---- several ranks
-
-
-def rank_0_says(text):
-    """Returns an exchange between two ranks, of which this is the second."""
-    text += b" " * (-len(text) % 4)
-
-    def exchange(kind, words):
-        theirs = [len(text) // 4] if kind == handshake.TILES_LENGTH else np.frombuffer(text, np.uint32)
-        return Gathered(np.stack([np.asarray(theirs, np.uint32), words]), (FINE, FINE))
-
-    return exchange
-
-
-@pytest.mark.parametrize("own", [{}, FOUND, {**FOUND, **OTHER}])
-@pytest.mark.parametrize("first", [{}, FOUND])
-def test_all_ranks_use_the_tiles_of_rank_0(own, first):
-    text = json.dumps(first).encode()
-    assert handshake.share_tiles(rank_0_says(text), Tiles(own)).found == first
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"[]",
-        b"{",
-        b'{"qmv": 1}',
-        b'{"no": {"rows": 8}}',
-        b'{"qmv": {"rows": 3}}',
-        b'{"qmv": {"rows": true}}',
-        b"\xff\xff\xff\xff",
-    ],
-)
-def test_wrong_tiles_of_rank_0_are_refused(text):
-    with pytest.raises(RankError, match="rank 0's tiles cannot be used here"):
-        handshake.share_tiles(rank_0_says(text), CODE)
+@pytest.mark.parametrize("wrong", [{"no": {"rows": 8}}, {"qmv": {"rows": 3}}, {"qmv": {"rows": True}}, {"qmv": 1}, []])
+def test_tiles_that_are_never_tried_are_not_used(file, wrong):
+    tiles.keep(wrong)
+    assert chosen()[0] == {}
 
 
 def test_a_plan_takes_no_argument_by_name():
