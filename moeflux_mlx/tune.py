@@ -39,6 +39,7 @@ from .ops.tiles import TRIED, TileChanges, joined
 from .tools.tuning import WORTH, tune
 
 PROMPT = "Once upon a time a lighthouse keeper wrote a letter about how ships, stars and mathematics belong together."
+SECONDS = 180.0  # of the search for tiles, and of that for a pool, after which no measurement begins
 ANSWER = 256  # tokens of an answer with which a pool is measured
 
 
@@ -59,15 +60,13 @@ def run(options: argparse.Namespace) -> int:
         for file_of, line_of in KEPT.items():
             (forget if options.reset else show)(file_of(), line_of)
         return 0
-    if not options.minutes > 0:
-        raise RequestError(f"--minutes is {options.minutes}; it must be positive")
     shapes = shapes_of(options)  # a wrong model is refused where no GPU computes, too
     if TRIED.get(backend.name()):
-        find_tiles(shapes, options.minutes)
+        find_tiles(shapes)
     else:
         print("there are no tiles to tune: only on Apple GPUs others than the built-in ones may be faster")
     if options.model is not None and (path := user_path(options.model)).exists():
-        find_pool(path, options.minutes)
+        find_pool(path)
     return 0
 
 
@@ -83,10 +82,10 @@ def forget(file: Path, _: object) -> None:
     file.unlink(missing_ok=True)
 
 
-def find_tiles(shapes: Shapes, minutes: float) -> None:
+def find_tiles(shapes: Shapes) -> None:
     """Tries other tiles at these shapes, and keeps those that are right and faster."""
     kept: list[TileChanges] = []
-    for changes, gain in tune(shapes, 60 * minutes):
+    for changes, gain in tune(shapes, SECONDS):
         is_kept = gain >= WORTH
         kept += [changes] * is_kept
         verdict = f"{gain:.2f} times as fast" if gain else "wrong, or refused by the GPU"
@@ -102,7 +101,7 @@ def spelled(changes: TileChanges) -> str:
     return ", ".join(f"{kernel} {' '.join(each)}" for kernel, each in sorted(fields.items()))
 
 
-def find_pool(path: Path, minutes: float) -> None:
+def find_pool(path: Path) -> None:
     """Runs the model with pools of several sizes, if it is streamed, and keeps the smallest of the fastest."""
     weights = open_weights(resolve(path), without_correction_bias=True)
     args, layout, dtype = keeping(weights.args, "auto", None), weights.experts.layout, default_dtype()
@@ -115,7 +114,7 @@ def find_pool(path: Path, minutes: float) -> None:
     speeds: dict[int, float] = {}
     sizes = sizes_to_try(plan.pool, least_pool(args, layout))
     for pool in sizes:
-        speeds[pool] = speed_with(path, pool, 60 * minutes / len(sizes))
+        speeds[pool] = speed_with(path, pool, SECONDS / len(sizes))
         print(f"expert pool of {pool / 1e9:.2f} GB: {speeds[pool]:.2f} tokens/s", flush=True)
     best = best_of(speeds)
     keep_pool(weights.path, layout.total_bytes, best)
@@ -159,9 +158,6 @@ def parser() -> argparse.ArgumentParser:
     which = made.add_mutually_exclusive_group()
     which.add_argument("--model", help="directory, GGUF file, or Hub repo id (only shapes are read); default: demo")
     add_variant(which.add_argument)
-    made.add_argument(
-        "--minutes", type=float, default=3.0, help="start no new measurement after this time (%(default)s)"
-    )
     action = made.add_mutually_exclusive_group()
     action.add_argument("--show", action="store_true", help="show what is stored and measure nothing")
     action.add_argument(

@@ -21,7 +21,7 @@ from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.errors import RequestError
 
 PATH = tiny_directory("qwen3_moe")
-OPTIONS = Namespace(file=None, show=False, reset=False, minutes=1.0, model=str(PATH), variant=None)
+OPTIONS = Namespace(show=False, reset=False, model=str(PATH), variant=None)
 
 
 @pytest.fixture(autouse=True)

@@ -295,7 +295,6 @@ def test_a_gain_below_two_percent_is_not_kept(metal, cached, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--minutes", "nan"], "--minutes is nan; it must be positive"),
         (["--show", "--model", "x"], "--show and --reset are for the results of all models; leave --model"),
         (["--reset", "--variant", "x"], "--show and --reset are for the results of all models; leave --model"),
         (["--variant", "no-such"], "no variant 'no-such'; there are: "),
