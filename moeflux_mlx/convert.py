@@ -14,7 +14,7 @@ from .calibration.convert import DEFAULT_TEXT, Calibration, convert_calibrated, 
 from .calibration.rounding import CALIBRATED_METHODS, GPTQ
 from .cli.fetching import downloaded
 from .cli.interrupts import INTERRUPTED
-from .cli.options import Adder, add_tokenizer, add_without_correction_bias
+from .cli.options import Adder, add_shared
 from .cli.planning import reading_line
 from .cli.terminal import agree, note
 from .engine.machine import default_dtype
@@ -275,9 +275,7 @@ def parser() -> argparse.ArgumentParser:
     add("--delete-source", action="store_true", help="delete each file of the directory when it is packed; asks first")
     add("--yes", action="store_true", help="delete without asking")
     add_places(add)
-    add("--revision", help="branch, tag or commit of the Hugging Face repo")
-    add_tokenizer(add)
-    add_without_correction_bias(add)
+    add_shared(add, "--revision", "--tokenizer", "--without-correction-bias")
     return made
 
 

@@ -10,20 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from .cli.chart import line_chart
 from .cli.opening import note_idle_options
 from .cli.options import (
     NOT_GIVEN,
-    add_activations,
-    add_dtype,
-    add_expert_io,
-    add_kv_bits,
-    add_memory,
-    add_shards_in,
-    add_tiles,
-    add_without_correction_bias,
+    OF_MEMORY,
+    add_shared,
     dtype_of,
-    file_to_write,
     settings_of,
     written,
 )
@@ -31,7 +23,7 @@ from .cli.run import Parser, execute
 from .cli.terminal import ProgressLine, note
 from .engine.engine import Engine, open_with
 from .engine.locate import resolve
-from .errors import NotPackedError, RequestError
+from .errors import NotPackedError
 from .files import JsonDict, read_text, user_path
 from .formats.packed import STATE
 from .process import claim_process
@@ -40,15 +32,11 @@ from .tools.readers import LayerReader
 
 # Options that only an engine uses.
 
-OF_ENGINES = ("cpu_activations", "kv_bits", "expert_io", "expert_cache_gb", "host_gb", "memory_gb", "tiles")
-BINS = 64  # points of a chart
+OF_ENGINES = ("kv_bits", "expert_io", "expert_cache_gb", "memory_gb", "set")
 
 
 def run(options: argparse.Namespace) -> int:
     texts = [read_text(name) for name in options.text]
-    chart = None if options.svg is None else file_to_write("--svg", options.svg)
-    if chart is not None and options.against is None:
-        raise RequestError("--svg draws the divergence of two models; give the second with --against")
     with ProgressLine("reading", lines=True) as progress:
         measured = evaluate(
             lambda: opened(options, options.model, options.kv_bits, options.shards_in),
@@ -58,8 +46,6 @@ def run(options: argparse.Namespace) -> int:
             most=options.tokens,
             progress=progress.update,
         )
-    if chart is not None:
-        chart.write_text(drawn(measured, options), encoding="utf-8")
     result = summary(measured)
     if len(texts) > 1:
         result["texts"] = [{"text": name, **part} for name, part in zip(options.text, by_text(measured), strict=True)]
@@ -171,17 +157,6 @@ def _line(part: JsonDict) -> str:
     return f"{line}, KL {part['kl_mean']:.4g} nats, same first choice {part['same_first_choice']:.2%}"
 
 
-def drawn(measured: Losses, options: argparse.Namespace) -> str:
-    """KL divergence by position in the window: mean and 99th percentile of neighbouring positions."""
-    assert measured.kl is not None
-    edges = np.unique(np.linspace(1, measured.place.max() + 1, BINS + 1).astype(int))
-    parts = [measured.kl[(measured.place >= a) & (measured.place < b)] for a, b in zip(edges, edges[1:], strict=False)]
-    lines = {"mean": [part.mean() for part in parts], "99th percentile": [np.percentile(part, 99) for part in parts]}
-    names = f"{Path(options.model or 'demo').name} against {Path(options.against).name}"
-    middles = [(a + b - 1) / 2 for a, b in zip(edges, edges[1:], strict=False)]
-    return line_chart(f"KL divergence by position: {names}", "position in the window", "nats", middles, lines)
-
-
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         "evaluate",
@@ -189,8 +164,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument_group("measurement").add_argument
     add("--model", help="directory, or Hugging Face repo id org/name; default: the demo model in the package")
-    add_shards_in(add)
-    add_without_correction_bias(add)
+    add_shared(add, "--shards-in", "--without-correction-bias")
     add(
         "--against",
         metavar="MODEL",
@@ -211,14 +185,8 @@ def parser() -> argparse.ArgumentParser:
         help="keep one layer and one expert of a model in memory, in floats; a checkpoint that cannot be used in place "
         "is always read so",
     )
-    add("--svg", metavar="FILE", help="draw the KL divergence by position to FILE")
     add = made.add_argument_group("memory and expert I/O").add_argument
-    add_dtype(add)
-    add_activations(add)
-    add_kv_bits(add)
-    add_expert_io(add)
-    add_tiles(add)
-    add_memory(add)
+    add_shared(add, "--dtype", "--kv-bits", *OF_MEMORY, "--set")
     return made
 
 

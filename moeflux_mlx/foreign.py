@@ -1,12 +1,24 @@
 """Words of mlx-lm, llama.cpp, vLLM and Ollama that this package does not have, and what replaces each: arguments of
-functions, options and names of commands, names to import.
+functions, options and names of commands, names to import, fields of requests. A wrong argument of a public function is
+refused in the function's own name, with the nearest right one or with what replaces it here.
 
 One word has one remedy wherever it is given. A setting in braces is spelt as the place spells it: `{kv_bits}` is
-`load(kv_bits=8)` in the library and `--kv-bits 8` in a command.
+`load(kv_bits=8)` in the library and `--kv-bits 8` in a command. Fields of requests that only change the speed, or what
+the reply says besides its text (`cache_prompt`, `id_slot`, `n_probs`), are ignored as unknown fields are, and so are
+the parameters of a refused field (`mirostat_tau`, `dry_base`).
 """
 
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from .errors import did_you_mean
+from .files import JsonDict, JsonValue
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
 
 
 class Replaced(NamedTuple):
@@ -37,6 +49,7 @@ REMEDIES = {
     "fuse the adapter into the checkpoint, with mlx_lm.fuse": "adapter_path lora lora_base lora_scaled adapters",
     "caches keep every position; {kv_bits} makes them about half as large": "max_kv_size context_shift keep",
     "the bits of cached keys and values are set when the model is loaded; use {kv_bits}": "kv_bits",
+    "use --set cpu_activations=8": "qa quantize_activations",
     "use {kv_bits}": "ctk cache_type_k ctv cache_type_v",
     "groups have 64 values; use {kv_bits}": "kv_group_size",
     "every position is rounded when it arrives; use {kv_bits}": "quantized_kv_start",
@@ -135,7 +148,6 @@ RENAMED = {
     "--no-vision": "no_mmproj",
     "--image-tokens": "image_max_tokens",
     "--hide-thinking": "hidethinking",
-    "--cpu-activations": "qa quantize_activations",
     "--recipe": "quant_predicate",
     "--q-type": "type ftype tensor_type",
     "--yes": "y",
@@ -167,6 +179,63 @@ REPLACED_NAMES = {
     "load_prompt_cache": "use PromptFile with reuse_prefix, or load_state(model, cache, data)",
     "save_prompt_cache": "use PromptFile or PromptDirectory, or save_state(model, cache), which returns bytes",
     "trim_prompt_cache": "call trim(n) of each cache",
+}
+
+NOTHING: Sequence[JsonValue] = (None, "", [], {})
+LLAMA_SAMPLERS: Sequence[JsonValue] = (
+    None,
+    "edskypmxt",
+    "edkypmxt",
+    ["dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+    ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+)  # llama.cpp's defaults
+# Fields of requests that would change the answer: reason -> field -> its neutral values, of which the message names the
+# first.
+UNSERVED: Mapping[str, Mapping[str, Sequence[JsonValue]]] = {
+    "this server has no such sampler": {
+        "typical_p": (1,),
+        "tfs_z": (1,),
+        "top_n_sigma": (-1, 0),
+        "dynatemp_range": (0,),
+        "mirostat": (0,),
+        "dry_multiplier": (0,),
+        "adaptive_target": (-1,),
+        "use_beam_search": (False,),
+    },
+    "the samplers and their order are fixed": {"samplers": LLAMA_SAMPLERS, "min_keep": (0, 1)},
+    "send a logit_bias of -100 for each unwanted token": {
+        "bad_words": NOTHING,
+        "allowed_token_ids": NOTHING,
+        "logits_processors": NOTHING,
+    },
+    "send a schema as response_format, text.format or output_config.format": dict.fromkeys(
+        (
+            *("grammar", "json_schema", "structured_outputs"),
+            *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        ),
+        NOTHING,
+    ),
+    "an answer ends with the model's turn, a text of stop, or max_tokens": {
+        "ignore_eos": (False,),
+        "min_tokens": (0,),
+        "n_indent": (0,),
+        "t_max_predict_ms": (0, -1),
+        "stop_token_ids": NOTHING,
+        "include_stop_str_in_output": (False,),
+    },
+    "reasoning, calls and text are always told apart": {
+        "reasoning_format": ("auto", "deepseek", "deepseek-legacy", "parsed"),
+        "thinking_forced_open": (False,),
+        "parse_tool_calls": (True,),
+    },
+    "reasoning_effort and enable_thinking set how much the model reasons": {
+        "reasoning_budget_tokens": (-1,),
+        "thinking_budget_tokens": (-1,),
+    },
+    "this server gives one answer to a request": {"n": (1,), "best_of": (1,), "n_cmpl": (1,)},
+    "the prompt is not repeated": {"echo": (False,)},
+    "a prompt is never cut": {"truncate_prompt_tokens": (None, -1)},
+    "this server has no adapters": {"adapters": NOTHING, "lora": NOTHING},
 }
 
 
@@ -223,3 +292,95 @@ GENERATION = {
         quantized_kv_start=5000,
     ),
 }
+
+
+def public(
+    *passed_to: Callable[..., object], replaced: Replacements | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a public function, whose calls then raise TypeError in its name for wrong arguments. If it passes its
+    `**kwargs` to other functions, their parameters appear in its signature:
+
+        def step(model, *, span=None): ...
+        @public(step)
+        def run(model, **kwargs): ...       # run(model, *, span=None)
+
+    Args:
+        passed_to: the other functions.
+        replaced: arguments that are refused with their own remedies.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        theirs = {name: one for target in passed_to for name, one in inspect.signature(target).parameters.items()}
+        more = [one.replace(kind=one.KEYWORD_ONLY) for name, one in theirs.items() if name not in signature.parameters]
+        return with_signature(function, signature.replace(parameters=[*own, *more]), replaced or {})
+
+    return decorate
+
+
+def with_parameters_of(make: Callable[P, S], replaced: Replacements) -> "Callable[[Callable[[S], R]], Callable[P, R]]":
+    """Decorates a function of one value, which then takes the parameters of `make`, the value's class:
+
+        @with_parameters_of(Size, {})       # class Size has width and height
+        def area(size): ...                 # area(width, height)
+
+    Args:
+        make: a class.
+        replaced: arguments that are refused with their own remedies.
+    """
+
+    def decorate(use: Callable[[S], R]) -> Callable[P, R]:
+        @functools.wraps(use)
+        def make_and_use(*args: P.args, **kwargs: P.kwargs) -> R:
+            return use(make(*args, **kwargs))
+
+        signature = inspect.signature(make).replace(return_annotation=inspect.signature(use).return_annotation)
+        return with_signature(make_and_use, signature, replaced)
+
+    return decorate
+
+
+def with_signature(function: Callable[P, R], signature: inspect.Signature, replaced: Replacements) -> Callable[P, R]:
+    """`function` with this signature, to which the arguments of a call must fit."""
+    name = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return function(*args, **_checked(name, signature, replaced, args, kwargs))
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    call.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
+    call.__annotations__["return"] = signature.return_annotation
+    return call
+
+
+def _checked(
+    function: str,
+    signature: inspect.Signature,
+    replaced: Replacements,
+    args: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+) -> JsonDict:
+    """The keywords of a call, without those of mlx-lm that ask for nothing, such as `max_kv_size=None`.
+
+    Raises:
+        TypeError: the arguments do not fit.
+    """
+    known = {name: value for name, value in keywords.items() if name in signature.parameters}
+    for name in keywords.keys() - known:
+        if name not in replaced:
+            names = [one for one in signature.parameters if one != "self"]
+            meant = did_you_mean(name, names) or f"; it takes {', '.join(names)}"
+            raise TypeError(f"{function}() has no argument {name!r}{meant}")
+        if not _is_equal(keywords[name], replaced[name].default):
+            raise TypeError(f"{function}() has no argument {name!r}: {replaced[name].remedy}")
+    try:
+        signature.bind(*args, **known)
+    except TypeError as error:
+        raise TypeError(f"{function}(): {error}") from None
+    return known
+
+
+def _is_equal(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and value == default  # an array would be compared by element

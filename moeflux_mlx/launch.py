@@ -15,7 +15,7 @@ from .cli.opening import load_named
 from .cli.options import add_model_options, add_prompt_cache_options
 from .cli.programs import PROGRAMS, Address, AgentProgram
 from .cli.run import Parser, execute
-from .cli.serving import DECODE_SHARE, POOL_SHARE, add_sampling_defaults, check_installed, model_name, serve_with
+from .cli.serving import POOL_SHARE, add_sampling_defaults, check_installed, model_name, serve_with
 from .cli.terminal import note
 from .engine.engine import Engine
 from .engine.locate import resolve
@@ -107,8 +107,8 @@ def parser() -> argparse.ArgumentParser:
     add_prompt_cache_options(made, with_file=False)
     made.set_defaults(
         seed=None, host="127.0.0.1", port=0, allowed_host=[], cors_origin=[], sessions=4,
-        queue=64, keep_agent_headers=False, allow_image_urls=False, quiet=True, idle_minutes=None,
-        parallel=None, decode_share=DECODE_SHARE,
+        queue=64, allow_image_urls=False, quiet=True, idle_minutes=None,
+        parallel=None,
     )  # fmt: skip
     return made
 

@@ -9,10 +9,8 @@ from dataclasses import asdict
 
 from .cli.known_models import COMFORTABLE, Fit, Machine, known_models, machine_of, table
 from .cli.options import gigabytes
-from .cli.planning import ASSUMED_DISK, figures, measure_disk
+from .cli.planning import ASSUMED_DISK, figures
 from .cli.run import Parser, execute
-from .engine.locate import resolve
-from .engine.weights import open_weights
 from .errors import RequestError
 
 WIDTH = 100  # columns
@@ -66,13 +64,9 @@ def machine(options: argparse.Namespace) -> Machine:
     """This machine, or the one that the options describe.
 
     Raises:
-        RequestError: a number is out of range, or two speeds of the disk are given.
+        RequestError: a number is out of range.
     """
     disk = gigabytes("--disk-gb-per-s", options.disk_gb_per_s)
-    if options.measure_disk is not None:
-        if disk is not None:
-            raise RequestError("--measure-disk and --disk-gb-per-s exclude each other; give one of them")
-        disk = int(measure_disk(open_weights(resolve(options.measure_disk), without_correction_bias=True).experts))
     products = gigabytes("--products-gb-per-s", options.products_gb_per_s)
     return machine_of(figures(options.ram_gb), disk, products)
 
@@ -96,8 +90,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--ram-gb", type=float, metavar="GB", help="memory in units of 1e9 bytes; default: this machine's")
-    add("--disk-gb-per-s", type=float, metavar="GB", help=f"read speed of the disk ({ASSUMED_DISK / 1e9:g})")
-    add("--measure-disk", metavar="DIR", help="measure the disk by reading experts of the model in this directory")
+    add(
+        "--disk-gb-per-s",
+        type=float,
+        metavar="GB",
+        help=f"read speed of the disk, which moeflux doctor measures ({ASSUMED_DISK / 1e9:g})",
+    )
     add(
         "--products-gb-per-s",
         type=float,

@@ -14,16 +14,10 @@ import mlx.core as mx
 from .cli import chips
 from .cli.options import (
     NOT_GIVEN,
-    add_draft,
-    add_dtype,
-    add_expert_io,
-    add_kv_bits,
-    add_memory,
-    add_prompt_sizes,
-    add_shards_in,
+    OF_IMAGES,
+    OF_MEMORY,
+    add_shared,
     add_variant,
-    add_vision,
-    add_without_correction_bias,
     dtype_of,
     gigabytes,
     settings_of,
@@ -49,7 +43,6 @@ from .formats.pieces import ExpertFiles
 from .formats.record import ExpertLayout
 from .formats.tables import NARROW, RowForm, TableFiles
 from .model.tensors import resident_bytes, token_bytes, variant_bytes
-from .ops import backend
 from .packing.recipe import Recipe, read_recipe
 from .packing.tables import SMALL_GROUP
 from .quant import Quant
@@ -216,8 +209,6 @@ def print_notes(plan: MemoryPlan, options: argparse.Namespace) -> None:
         note(f"warning: {plan.enlarged}")
     if plan.mode is not IoMode.PREAD and options.expert_cache_gb is not None:
         note(f"note: --expert-cache-gb has no effect where experts are {HELD[plan.mode]}")
-    if options.host_gb and backend.name() != "cuda":
-        note("note: --host-gb has no effect without an NVIDIA GPU")
 
 
 def table_lines(args: ModelArgs, tables: Mapping[int, TableFiles]) -> list[str]:
@@ -272,13 +263,10 @@ def parser() -> argparse.ArgumentParser:
         "--model",
         help="directory of a packed model or of an MLX checkpoint, or Hugging Face repo id org/name",
     )
-    add_shards_in(add)
-    add_without_correction_bias(add)
+    add_shared(add, "--shards-in", "--without-correction-bias")
     add_variant(add)
     add("--recipe", metavar="NAME_OR_FILE", help="store --variant as moeflux convert --recipe would; default: 4 bits")
-    add_dtype(add)
-    add_kv_bits(add)
-    add_vision(add)
+    add_shared(add, "--dtype", "--kv-bits", *OF_IMAGES)
     add = made.add_argument_group("machine").add_argument
     add(
         "--ram-gb",
@@ -303,13 +291,11 @@ def parser() -> argparse.ArgumentParser:
         "figures; may be repeated; default of --ram-gb: the least that it is sold with from 16 GB on",
     )
     add = made.add_argument_group("memory and expert I/O").add_argument
-    add_expert_io(add)
-    add_memory(add)
+    add_shared(add, *OF_MEMORY)
     add(
         "--context", type=int, metavar="TOKENS", help="tokens to plan for; default: 8192, or fewer where only fewer fit"
     )
-    add_prompt_sizes(add)
-    add_draft(add)
+    add_shared(add, "--prefill-step-size", "--draft", "--set")
     add = made.add_argument_group("several machines (docs/several-machines.md)").add_argument
     add(
         "--ranks",

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from .cli.fetching import pull
+from .cli.options import add_shared
 from .cli.run import Parser, execute
 
 
@@ -13,8 +14,7 @@ def parser() -> argparse.ArgumentParser:
         "pull", "Download a model into the Hugging Face Hub's cache, without loading it; its directory is printed."
     )
     made.add_argument("model", metavar="ORG/NAME", help="repository of the model; of a GGUF: org/name:Q4_K_M")
-    made.add_argument("--revision", help="branch, tag or commit of the Hugging Face repo")
-    made.add_argument("--yes", action="store_true", help="download more than 20 GB without asking")
+    add_shared(made.add_argument, "--revision", "--yes")
     return made
 
 

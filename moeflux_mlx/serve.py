@@ -11,7 +11,7 @@ from .cli.opening import load_named
 from .cli.options import add_model_options, add_prompt_cache_options
 from .cli.ranks import add_rank_options, together
 from .cli.run import Parser, execute
-from .cli.serving import DECODE_SHARE, POOL_SHARE, add_sampling_defaults, check_installed, model_name, serve_with
+from .cli.serving import POOL_SHARE, add_sampling_defaults, check_installed, model_name, serve_with
 from .cli.terminal import note
 from .engine.engine import Engine
 from .engine.locate import resolve
@@ -142,13 +142,6 @@ def add_capacity(server: argparse._ArgumentGroup) -> None:
         help="maximum number of requests that are answered at a time; default: as many as fit in memory, and at most 8 "
         "if experts are read from disk",
     )
-    add(
-        "--decode-share",
-        type=float,
-        default=DECODE_SHARE,
-        metavar="SHARE",
-        help="share of the time that running answers get while a prompt is computed (%(default).2g)",
-    )
     add("--sessions", type=int, default=4, metavar="N", help="maximum number of conversations in memory (%(default)s)")
     add(
         "--idle-minutes",
@@ -175,11 +168,6 @@ def add_client_options(server: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="NAME",
         help="host name that clients may use for this server; may be repeated",
-    )
-    add(
-        "--keep-agent-headers",
-        action="store_true",
-        help="keep agents' billing headers and token counters in prompts; cached prompts are then not reused",
     )
     add(
         "--allow-image-urls",

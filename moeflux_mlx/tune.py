@@ -3,8 +3,8 @@
 import argparse
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 
 from .cli.run import Parser, execute  # first: where MLX is missing, it says so
@@ -17,8 +17,8 @@ from .cli.options import add_variant
 from .engine.budget import plan_memory
 from .engine.engine import open_engine
 from .engine.generation import generate_step
-from .engine.keep_warm import keep_warm_file, read_measured
-from .engine.kept_rows import read_rows
+from .engine.keep_warm import WarmTimes, keep_warm_file
+from .engine.kept_rows import Row, read_rows
 from .engine.kv_bits import keeping
 from .engine.load_settings import LoadSettings
 from .engine.locate import resolve
@@ -27,48 +27,81 @@ from .engine.needs import least_pool
 from .engine.pool_sizes import best_of, keep_pool, pool_file, sizes_to_try
 from .engine.random_weights import Shapes
 from .engine.sampling import make_sampler
-from .engine.tiles import default_file, gpu_name, keep, read_entries
-from .engine.warm_start import KeptUsage, usage_file
+from .engine.tiles import gpu_name, keep, tiles_file
+from .engine.warm_start import usage_file
 from .engine.weights import open_weights
 from .errors import RequestError
 from .experts.source import IoMode
 from .files import user_path
 from .model.tensors import resident_bytes
 from .ops import backend
-from .ops.tiles import TRIED, TileChanges
-from .tools.tuning import Result, tune
+from .ops.tiles import TRIED, TileChanges, joined
+from .tools.tuning import WORTH, tune
 
 PROMPT = "Once upon a time a lighthouse keeper wrote a letter about how ships, stars and mathematics belong together."
+SECONDS = 180.0  # of the search for tiles, and of that for a pool, after which no measurement begins
 ANSWER = 256  # tokens of an answer with which a pool is measured
+
+
+# The files of what is kept for later runs, and how their rows are shown.
+KEPT: dict[Callable[[], Path], Callable[[Row], str]] = {
+    tiles_file: lambda row: f"{row['gpu']}, MLX {row['mlx']}: tiles {spelled(row['tiles'])}",
+    pool_file: lambda row: f"{row['model']}: a pool of {row['pool'] / 1e9:.2f} GB",
+    keep_warm_file: lambda row: f"{row['model']} on {row['gpu']}: keep-warm {WarmTimes.of_row(row)}",
+    usage_file: lambda row: f"{row['model']}: experts used in {row['steps']:.0f} steps",
+}
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints what was found; returns 0."""
-    file = default_file() if options.file is None else user_path(options.file)
     if (options.show or options.reset) and (options.model or options.variant):
-        raise RequestError("--show and --reset are for the tiles of all models; leave --model and --variant out")
-    if options.show:
-        lines = [*shown_pools(pool_file()), *shown_warmth(keep_warm_file()), *shown_usage(usage_file())]
-        print("\n".join([*shown(file), *lines]))
+        raise RequestError("--show and --reset are for the results of all models; leave --model and --variant out")
+    if options.show or options.reset:
+        for file_of, line_of in KEPT.items():
+            (forget if options.reset else show)(file_of(), line_of)
         return 0
-    if options.reset:
-        for one in (file, pool_file(), keep_warm_file(), usage_file()):
-            print(f"removed {one}" if one.exists() else f"there is no {one}")
-            one.unlink(missing_ok=True)
-        return 0
-    if not options.minutes > 0:
-        raise RequestError(f"--minutes is {options.minutes}; it must be positive")
     shapes = shapes_of(options)  # a wrong model is refused where no GPU computes, too
     if TRIED.get(backend.name()):
-        find(shapes, options.minutes, file)
+        find_tiles(shapes)
     else:
         print("there are no tiles to tune: only on Apple GPUs others than the built-in ones may be faster")
     if options.model is not None and (path := user_path(options.model)).exists():
-        find_pool(path, options.minutes)
+        find_pool(path)
     return 0
 
 
-def find_pool(path: Path, minutes: float) -> None:
+def show(file: Path, line_of: Callable[[Row], str]) -> None:
+    print(f"{file}:" if file.exists() else f"there is no {file}")
+    for row in read_rows(file):
+        with suppress(KeyError, TypeError, ValueError, AttributeError):  # a damaged row
+            print(line_of(row))
+
+
+def forget(file: Path, _: object) -> None:
+    print(f"removed {file}" if file.exists() else f"there is no {file}")
+    file.unlink(missing_ok=True)
+
+
+def find_tiles(shapes: Shapes) -> None:
+    """Tries other tiles at these shapes, and keeps those that are right and faster."""
+    kept: list[TileChanges] = []
+    for changes, gain in tune(shapes, SECONDS):
+        is_kept = gain >= WORTH
+        kept += [changes] * is_kept
+        verdict = f"{gain:.2f} times as fast" if gain else "wrong, or refused by the GPU"
+        print(f"{spelled(changes)}: {verdict}{', kept' if is_kept else ''}", flush=True)
+    found = joined(kept)
+    keep(found)
+    print(f"{len(found)} kernels have faster tiles on {gpu_name()}; see {tiles_file()}")
+
+
+def spelled(changes: TileChanges) -> str:
+    """The fields of the tiles, by kernel."""
+    fields = {kernel: (f"{name} {value}" for name, value in values.items()) for kernel, values in changes.items()}
+    return ", ".join(f"{kernel} {' '.join(each)}" for kernel, each in sorted(fields.items()))
+
+
+def find_pool(path: Path) -> None:
     """Runs the model with pools of several sizes, if it is streamed, and keeps the smallest of the fastest."""
     weights = open_weights(resolve(path), without_correction_bias=True)
     args, layout, dtype = keeping(weights.args, "auto", None), weights.experts.layout, default_dtype()
@@ -81,7 +114,7 @@ def find_pool(path: Path, minutes: float) -> None:
     speeds: dict[int, float] = {}
     sizes = sizes_to_try(plan.pool, least_pool(args, layout))
     for pool in sizes:
-        speeds[pool] = speed_with(path, pool, 60 * minutes / len(sizes))
+        speeds[pool] = speed_with(path, pool, SECONDS / len(sizes))
         print(f"expert pool of {pool / 1e9:.2f} GB: {speeds[pool]:.2f} tokens/s", flush=True)
     best = best_of(speeds)
     keep_pool(weights.path, layout.total_bytes, best)
@@ -97,7 +130,7 @@ def speed_with(path: Path, pool: int, seconds: float) -> float:
         path,
         expert_io="pread",
         expert_cache_bytes=pool,
-        keep_warm="off",
+        set={"keep_warm": "off"},
         warm_start="off",
         without_correction_bias=True,
     )
@@ -115,60 +148,6 @@ def speed_with(path: Path, pool: int, seconds: float) -> float:
         engine.experts.close()
 
 
-def find(shapes: Shapes, minutes: float, file: Path) -> None:
-    """Tries other tiles at these shapes, and keeps those that are right and faster."""
-    found: TileChanges = {}
-    for result in tune(shapes, 60 * minutes):
-        print(line_of(result), flush=True)
-        found = result.found
-    keep(file, found)
-    print(f"{len(found)} kernels have faster tiles on {gpu_name()}; see {file}")
-
-
-def line_of(result: Result) -> str:
-    """What a trial gave."""
-    verdict = f"{result.gain:.2f} times as fast" if result.gain else "wrong, or refused by the GPU"
-    return f"{spelled(result.changes)}: {verdict}{', kept' if result.is_kept else ''}"
-
-
-def spelled(changes: TileChanges) -> str:
-    """The fields of the tiles, by kernel."""
-    fields = {kernel: (f"{name} {value}" for name, value in values.items()) for kernel, values in changes.items()}
-    return ", ".join(f"{kernel} {' '.join(each)}" for kernel, each in fields.items())
-
-
-def shown_pools(file: Path) -> list[str]:
-    """The sizes of pools in the file."""
-    return [f"{one['model']}: a pool of {one['pool'] / 1e9:.2f} GB" for one in read_rows(file) if "pool" in one]
-
-
-def shown_warmth(file: Path) -> list[str]:
-    """The results of keep-warm's trials in the file."""
-    return [f"{key['model']} on {key['gpu']}: keep-warm {measured}" for key, measured in read_measured(file)]
-
-
-def shown_usage(file: Path) -> list[str]:
-    """The models of which it is known which experts they use."""
-    kept = ((row.get("model"), KeptUsage.of_row(row)) for row in read_rows(file))
-    return [f"{model}: experts used in {one.steps:.0f} steps" for model, one in kept if one is not None]
-
-
-def shown(file: Path) -> list[str]:
-    """Everything in the file.
-
-    Raises:
-        ModelFileError: it is damaged.
-    """
-    if not file.exists():
-        return [f"there is no {file}; moeflux tune writes it"]
-    lines = [f"{file}:"]
-    for entry in read_entries(file):
-        state = ", found with another MLX or other kernels: not used" if entry.is_stale else ""
-        lines.append(f"{entry.gpu}, MLX {entry.mlx}{state}")
-        lines += [f"  {spelled({kernel: values})}" for kernel, values in sorted(entry.tiles.items())]
-    return lines
-
-
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         "tune",
@@ -179,15 +158,13 @@ def parser() -> argparse.ArgumentParser:
     which = made.add_mutually_exclusive_group()
     which.add_argument("--model", help="directory, GGUF file, or Hub repo id (only shapes are read); default: demo")
     add_variant(which.add_argument)
-    made.add_argument(
-        "--file", metavar="FILE", help="file of tiles, for --tiles; default: in the user's cache directory"
-    )
-    made.add_argument(
-        "--minutes", type=float, default=3.0, help="start no new measurement after this time (%(default)s)"
-    )
     action = made.add_mutually_exclusive_group()
-    action.add_argument("--show", action="store_true", help="show the contents of the file and measure nothing")
-    action.add_argument("--reset", action="store_true", help="remove the file, so that the built-in tiles are used")
+    action.add_argument("--show", action="store_true", help="show what is stored and measure nothing")
+    action.add_argument(
+        "--reset",
+        action="store_true",
+        help="forget everything that is stored: tiles, pools, the gain of keep-warm, and which experts were used",
+    )
     return made
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DRAWING = ["--top-p", "--top-k", "--min-p", "--xtc-probability", "--seed"]
 TEMPLATE_OPTIONS = ["--system-prompt", "--chat-template-config"]
-STREAMING = ["--expert-cache-gb", "--host-gb", "--prefetch", "--keep-warm", "--warm-start"]
+STREAMING = ["--expert-cache-gb", "--prefetch", "--warm-start", "--set host_bytes", "--set keep_warm"]
 
 
 class OtherSettings(TypedDict, total=False):
@@ -78,6 +78,7 @@ def note_idle_options(options: argparse.Namespace, mode: IoMode) -> None:
     given = {
         written(name) for name, value in vars(options).items() if value is not None and value != NOT_GIVEN.get(name)
     }
+    given |= {f"--set {name}" for name, _ in options.set or ()}
     dtype = dtype_of(options) or default_dtype()
     is_local = options.model is None or Path(options.model).exists()
     if hasattr(options, "sessions"):  # a server, whose requests may have what makes these useful
@@ -88,15 +89,16 @@ def note_idle_options(options: argparse.Namespace, mode: IoMode) -> None:
         "without --repetition-penalty": [] if "--repetition-penalty" in given else ["--repetition-context-size"],
         "where experts are mapped": STREAMING if mode is IoMode.MMAP else [],
         "where experts are resident": STREAMING if mode is IoMode.RESIDENT else [],
-        "without an NVIDIA GPU": ["--host-gb"] if mode is IoMode.PREAD and name() != "cuda" else [],
+        "without an NVIDIA GPU": ["--set host_bytes"] if mode is IoMode.PREAD and name() != "cuda" else [],
         "on several ranks": []
         if getattr(options, "ranks", None) is None
-        else ["--draft", "--keep-warm", "--warm-start"],
+        else ["--draft", "--warm-start", "--set keep_warm"],
         "with --ignore-chat-template": TEMPLATE_OPTIONS if "--ignore-chat-template" in given else [],
         "without --prompt-cache-dir": [] if getattr(options, "prompt_cache_dir", None) else ["--prompt-cache-gb"],
         "with --no-vision": ["--image-tokens"] if "--no-vision" in given else [],
-        "where MLX computes": [] if computes_natively(dtype) else ["--cpu-activations"],
-        "where no GPU computes": [] if has_kernels() else ["--tiles", "--keep-warm"],
+        "where MLX computes": [] if computes_natively(dtype) else ["--set cpu_activations"],
+        "where no GPU computes": [] if has_kernels() else ["--set tiles"],
+        "without an Apple GPU": [] if name() == "metal" else ["--set keep_warm"],
         "where --model is a directory": ["--revision", "--yes"] if is_local else [],
     }
     for reason, options_of in idle.items():

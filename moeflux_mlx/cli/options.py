@@ -11,20 +11,18 @@ import mlx.core as mx
 
 from ..engine.expert_io import MODES
 from ..engine.heads import DRAFTS
-from ..engine.keep_warm import MODES as KEEP_WARM
 from ..engine.kv_bits import KV_BITS
-from ..engine.load_settings import LoadSettings
+from ..engine.load_settings import TRIALS, LoadSettings
 from ..engine.warm_start import MODES as WARM_START
 from ..errors import RequestError
 from ..files import JsonDict, user_path
-from ..ops.native import ACTIVATIONS
 from ..vision.pixels import IMAGE_ROWS
 
 OptionValue: TypeAlias = Any  # what argparse makes of an option: its type is that of the option
 Adder = Callable[..., argparse.Action]  # `add_argument` of a parser or of a group
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_CACHE_GB = 10.0
-NOT_OPTIONS = ("vision", "least_context")  # settings of other names, or that the server alone has
+NOT_OPTIONS = ("vision", "trial")  # settings that options name otherwise
 OTHER_NAMES = {"rank_count": "ranks"}  # what options are called where argparse stores them under another name
 # Defaults of options; None for all others.
 NOT_GIVEN = {
@@ -53,16 +51,138 @@ def settings_of(options: argparse.Namespace, model: str | Path | None) -> LoadSe
     Raises:
         RequestError: a value is not possible.
     """
-    names = {one.name for one in fields(LoadSettings)} - {"dtype", "vision"}
+    names = {one.name for one in fields(LoadSettings)} - {"dtype", "vision", "set"}
+    trials = {name: value for name, value in vars(options).items() if name in TRIALS}
     return LoadSettings(
         model,
         dtype=dtype_of(options),
         vision=not getattr(options, "no_vision", False),
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
-        host_bytes=0 if options.host_gb == 0 else gigabytes("--host-gb", options.host_gb),
         memory_bytes=gigabytes("--memory-gb", options.memory_gb),
+        set={**trials, **dict(options.set or ())},
         **{name: value for name, value in vars(options).items() if name in names},
     )
+
+
+def setting(text: str) -> tuple[str, OptionValue]:
+    """The name and the value of NAME=VALUE, where a value that is no number stays text."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+# The options that several commands have, with the arguments of `add_argument`.
+SHARED: dict[str, dict[str, OptionValue]] = {
+    "--revision": {"help": "branch, tag or commit of the Hugging Face repo"},
+    "--shards-in": {
+        "nargs": "+",
+        "default": (),
+        "metavar": "DIR",
+        "help": "further directories with safetensors files of the checkpoint, for example on other drives",
+    },
+    "--tokenizer": {
+        "metavar": "DIR_OR_REPO",
+        "help": "tokenizer files for a GGUF, such as those of the model that it was made from; default: those beside "
+        "it, else what the file says",
+    },
+    "--without-correction-bias": {
+        "action": "store_true",
+        "help": "take a checkpoint that lacks the biases which correct the choice of experts, as mlx-lm's of ERNIE do; "
+        "answers get worse",
+    },
+    "--yes": {"action": "store_true", "help": "download more than 20 GB without asking"},
+    "--dtype": {
+        "choices": DTYPES,
+        "help": "dtype of activations; default: bfloat16 on a GPU, float32 on a CPU",
+    },
+    "--kv-bits": {
+        "choices": KV_BITS,
+        "default": "auto",
+        "help": "number of bits of the keys and values in caches; 16: not rounded, in --dtype (%(default)s: 8 in "
+        "families where a token adds 128 KiB or more, unless --dtype is float32)",
+    },
+    "--no-vision": {"action": "store_true", "help": "do not load the image encoder, and plan no memory for it"},
+    "--image-tokens": {
+        "type": int,
+        "default": IMAGE_ROWS,
+        "metavar": "N",
+        "help": "maximum tokens of an image; larger images are scaled down (%(default)s)",
+    },
+    "--chat-template-config": {
+        "default": "{}",
+        "metavar": "JSON",
+        "help": "variables for the chat template (%(default)s)",
+    },
+    "--expert-io": {
+        "choices": MODES,
+        "default": "auto",
+        "help": "how experts are read (%(default)s, or the value of MOEFLUX_EXPERT_IO)",
+    },
+    "--expert-cache-gb": {
+        "type": float,
+        "metavar": "GB",
+        "help": "size of the expert pool; default: all memory that is left",
+    },
+    "--memory-gb": {
+        "type": float,
+        "metavar": "GB",
+        "help": "memory limit of the process, in units of 1e9 bytes; default: the machine's memory, less a reserve for "
+        "other programs",
+    },
+    "--prefetch": {
+        "choices": ("auto", "off"),
+        "default": "auto",
+        "help": "whether experts are read ahead (%(default)s)",
+    },
+    "--warm-start": {
+        "choices": WARM_START,
+        "default": "auto",
+        "help": "whether free memory is filled with the experts that earlier sessions used most, and this session's "
+        "are noted (%(default)s, or the value of MOEFLUX_WARM_START)",
+    },
+    "--prefill-step-size": {
+        "type": int,
+        "metavar": "TOKENS",
+        "help": "maximum tokens of a prompt that attention processes at once; default: 4096, or as many as fit",
+    },
+    "--draft": {
+        "default": "off",
+        "metavar": "|".join((*DRAFTS, "DIR")),
+        "help": "speculative decoding, which changes only the speed; lookup: propose tokens from earlier text; head: "
+        "by the model's draft head, or the one in DIR; auto: head if memory allows, else lookup (%(default)s)",
+    },
+    "--set": {
+        "type": setting,
+        "action": "append",
+        "metavar": "NAME=VALUE",
+        "help": f"for measurements: {', '.join(TRIALS)} (docs/library.md); may be repeated",
+    },
+    "--prompt-cache-file": {
+        "metavar": "FILE",
+        "help": "reuse the beginning that this prompt shares with the one in FILE, and save this one there",
+    },
+    "--prompt-cache-dir": {
+        "metavar": "DIR",
+        "help": "reuse the prompt in DIR that shares the longest beginning with this one, and save this one there",
+    },
+    "--prompt-cache-gb": {
+        "type": float,
+        "default": PROMPT_CACHE_GB,
+        "metavar": "GB",
+        "help": "maximum size of DIR; the least recently used prompts are deleted (%(default)s)",
+    },
+}
+OF_MODELS = ("--revision", "--shards-in", "--tokenizer", "--without-correction-bias", "--yes", "--dtype", "--kv-bits")
+OF_IMAGES = ("--no-vision", "--image-tokens")
+OF_MEMORY = ("--expert-io", "--expert-cache-gb", "--memory-gb")
+
+
+def add_shared(add: Adder, *names: str) -> None:
+    """Adds these options of `SHARED`."""
+    for name in names:
+        add(name, **SHARED[name])
 
 
 def add_model_options(
@@ -78,37 +198,9 @@ def add_model_options(
         add("--model", action="append", dest="models", metavar="MODEL", help=f"{model}; {more}")
     else:
         add("--model", help=model)
-    add("--revision", help="branch, tag or commit of the Hugging Face repo")
-    add_shards_in(add)
-    add_tokenizer(add)
-    add_without_correction_bias(add)
-    add("--yes", action="store_true", help="download more than 20 GB without asking")
-    add_dtype(add)
-    add_activations(add)
-    add_kv_bits(add)
-    add_vision(add)
-    if answers:
-        add(
-            "--chat-template-config", default="{}", metavar="JSON", help="variables for the chat template (%(default)s)"
-        )
+    add_shared(add, *OF_MODELS, *OF_IMAGES, *["--chat-template-config"] * answers)
     add = parser.add_argument_group("memory and expert I/O").add_argument
-    add_expert_io(add)
-    add_memory(add)
-    add(
-        "--prefetch",
-        choices=("auto", "off"),
-        default="auto",
-        help="whether experts are read ahead (%(default)s)",
-    )
-    add_keep_warm(add)
-    if answers:
-        add(
-            "--warm-start",
-            choices=WARM_START,
-            default="auto",
-            help="whether free memory is filled with the experts that earlier sessions used most, and this session's "
-            "are noted (%(default)s, or the value of MOEFLUX_WARM_START)",
-        )
+    add_shared(add, *OF_MEMORY, "--prefetch", *["--warm-start"] * answers)
     default = (
         "8192, or less if the model or the memory allows only less"
         if pool_share is None
@@ -116,9 +208,7 @@ def add_model_options(
     )
     add("--context", type=int, metavar="TOKENS", help=f"plan memory for this many tokens; default: {default}")
     parser.set_defaults(pool_share=pool_share)
-    add_prompt_sizes(add)
-    add_tiles(add)
-    add_draft(add)
+    add_shared(add, "--prefill-step-size", "--draft", "--set")
 
 
 def add_variant(add: Adder, use: str = "") -> None:
@@ -126,167 +216,9 @@ def add_variant(add: Adder, use: str = "") -> None:
     add("--variant", metavar="NAME", help=f"{use}a known model, such as qwen3-30b-a3b; {names}; no files are needed")
 
 
-def add_vision(add: Adder) -> None:
-    add("--no-vision", action="store_true", help="do not load the image encoder, and plan no memory for it")
-    add(
-        "--image-tokens",
-        type=int,
-        default=IMAGE_ROWS,
-        metavar="N",
-        help="maximum tokens of an image; larger images are scaled down (%(default)s)",
-    )
-
-
-def add_expert_io(add: Adder) -> None:
-    add(
-        "--expert-io",
-        choices=MODES,
-        default="auto",
-        help="how experts are read (%(default)s, or the value of MOEFLUX_EXPERT_IO)",
-    )
-
-
-def add_keep_warm(add: Adder) -> None:
-    add(
-        "--keep-warm",
-        choices=KEEP_WARM,
-        default="auto",
-        help="keep the GPU's clock up with tiny launches while a token waits for the disk, which changes only the "
-        "speed; auto: on a Mac on mains, if measured to be faster (%(default)s)",
-    )
-
-
-def add_shards_in(add: Adder) -> None:
-    add(
-        "--shards-in",
-        nargs="+",
-        default=(),
-        metavar="DIR",
-        help="further directories with safetensors files of the checkpoint, for example on other drives",
-    )
-
-
-def add_without_correction_bias(add: Adder) -> None:
-    add(
-        "--without-correction-bias",
-        action="store_true",
-        help="take a checkpoint that lacks the biases which correct the choice of experts, as mlx-lm's of ERNIE do; "
-        "answers get worse",
-    )
-
-
-def add_tokenizer(add: Adder) -> None:
-    add(
-        "--tokenizer",
-        metavar="DIR_OR_REPO",
-        help="tokenizer files for a GGUF, such as those of the model that it was made from; default: those beside it, "
-        "else what the file says",
-    )
-
-
-def add_memory(add: Adder) -> None:
-    add(
-        "--expert-cache-gb",
-        type=float,
-        metavar="GB",
-        help="size of the expert pool; default: all memory that is left",
-    )
-    add(
-        "--host-gb",
-        type=float,
-        metavar="GB",
-        help="on an NVIDIA GPU: the most memory of the computer for experts that stay there after they were copied to "
-        "the GPU; 0: none; default: what is free, less a reserve",
-    )
-    add(
-        "--memory-gb",
-        type=float,
-        metavar="GB",
-        help="memory limit of the process, in units of 1e9 bytes; default: the machine's memory, less a reserve for "
-        "other programs",
-    )
-
-
-def add_tiles(add: Adder) -> None:
-    add(
-        "--tiles",
-        default="auto",
-        metavar="auto|code|FILE",
-        help="tiles of the GPU kernels: auto: the result of moeflux tune; code: the built-in ones; or a file "
-        "(%(default)s, or the value of MOEFLUX_TILES)",
-    )
-
-
-def add_draft(add: Adder) -> None:
-    add(
-        "--draft",
-        default="off",
-        metavar="|".join((*DRAFTS, "DIR")),
-        help="speculative decoding, which changes only the speed; lookup: propose tokens from earlier text; head: by "
-        "the model's draft head, or the one in DIR; auto: head if memory allows, else lookup (%(default)s)",
-    )
-
-
-def add_dtype(add: Adder) -> None:
-    add("--dtype", choices=DTYPES, help="dtype of activations; default: bfloat16 on a GPU, float32 on a CPU")
-
-
-def add_activations(add: Adder) -> None:
-    add(
-        "--cpu-activations",
-        choices=("auto", *map(str, ACTIVATIONS)),
-        default="auto",
-        help="number of bits to which products on the CPU round activations; 24: as exact as float32 "
-        "(%(default)s: 24 with --dtype, otherwise 8)",
-    )
-
-
-def add_kv_bits(add: Adder) -> None:
-    add(
-        "--kv-bits",
-        choices=KV_BITS,
-        default="auto",
-        help="number of bits of the keys and values in caches; 16: not rounded, in --dtype (%(default)s: 8 in "
-        "families where a token adds 128 KiB or more, unless --dtype is float32)",
-    )
-
-
-def add_prompt_sizes(add: Adder) -> None:
-    add(
-        "--span",
-        type=int,
-        metavar="TOKENS",
-        help="number of prompt tokens that go through the model together; each expert is read once for all of them; "
-        "default: as many as fit",
-    )
-    add(
-        "--prefill-step-size",
-        type=int,
-        metavar="TOKENS",
-        help="maximum tokens of a span that attention processes at once; default: 4096, or as many as fit",
-    )
-
-
 def add_prompt_cache_options(parser: argparse.ArgumentParser, with_file: bool) -> None:
     add = parser.add_argument_group("prompt cache").add_argument
-    if with_file:
-        add(
-            "--prompt-cache-file",
-            metavar="FILE",
-            help="reuse the beginning that this prompt shares with the one in FILE, and save this one there",
-        )
-    add(
-        "--prompt-cache-dir",
-        metavar="DIR",
-        help="reuse the prompt in DIR that shares the longest beginning with this one, and save this one there",
-    )
-    add(
-        "--prompt-cache-gb",
-        type=float,
-        default=PROMPT_CACHE_GB,
-        metavar="GB",
-        help="maximum size of DIR; the least recently used prompts are deleted (%(default)s)",
-    )
+    add_shared(add, *["--prompt-cache-file"] * with_file, "--prompt-cache-dir", "--prompt-cache-gb")
 
 
 def gigabytes(option: str, value: float | None) -> int | None:

@@ -202,7 +202,8 @@ class MachineReport:
         """
         lines, is_right, rows = list[str](), True, list[np.ndarray]()
         for title, io, pool in (("in memory", "mmap", None), ("half of the experts streamed", "pread", POOL)):
-            engine = open_engine(None, expert_io=io, expert_cache_bytes=pool, keep_warm="off", warm_start="off")
+            trial = {"keep_warm": "off"}
+            engine = open_engine(None, expert_io=io, expert_cache_bytes=pool, warm_start="off", set=trial)
             try:
                 made, nats = story_rows(engine)
                 rows.append(made)

@@ -1,7 +1,7 @@
 """How answers are sampled: the options of `generate` and `chat`, of which `serve` and `launch` share some."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import mlx.core as mx
 
@@ -12,9 +12,31 @@ from ..errors import RequestError
 from ..text.tokenizer import TokenizerWrapper
 from .options import Adder, OptionValue
 
-PENALTY = "weaken the logits of recent tokens by this factor"
 SAMPLER = ("temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
 REPETITION = ("repetition_penalty", "repetition_context_size")
+
+
+# Each option with its type and its help.
+OPTIONS: Mapping[str, tuple[type, str]] = {
+    "--temp": (float, "sampling temperature; 0: most likely token"),
+    "--top-p": (float, "keep the smallest set of likely tokens whose probabilities add up to this; 0: off"),
+    "--top-k": (int, "keep this many of the most likely tokens; 0: off"),
+    "--min-p": (float, "drop tokens whose probability is below this share of the most likely token's; 0: off"),
+    "--xtc-probability": (
+        float,
+        "probability with which a step loses its most likely tokens, for varied text; default: off",
+    ),
+    "--xtc-threshold": (
+        float,
+        "with --xtc-probability, drop each token that is more likely than the least likely one above this; "
+        "default: 0.1",
+    ),
+    "--repetition-penalty": (float, "weaken the logits of recent tokens by this factor; default: off"),
+    "--repetition-context-size": (
+        int,
+        "how many of the last tokens of prompt and answer --repetition-penalty weakens; default: 20",
+    ),
+}
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -27,49 +49,14 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="stop after this many tokens; -1: no limit (%(default)s)",
     )
-    add("--temp", type=float, default=0.0, help="sampling temperature; 0: most likely token (%(default)s)")
-    add(
-        "--top-p",
-        type=float,
-        default=0.0,
-        help="keep the smallest set of likely tokens whose probabilities add up to this; 0: off",
-    )
-    add("--top-k", type=int, default=0, help="keep this many of the most likely tokens; 0: off")
-    add(
-        "--min-p",
-        type=float,
-        default=0.0,
-        help="drop tokens whose probability is below this share of the most likely token's; 0: off",
-    )
-    add_xtc(add)
-    add("--repetition-penalty", type=float, metavar="P", help=f"{PENALTY}; default: off")
-    add_context_size(add)
+    add_samplers(add)
     add("--seed", type=int, metavar="N", help="seed of the random numbers, for repeatable sampling")
+    parser.set_defaults(temp=0.0, top_p=0.0, top_k=0, min_p=0.0)
 
 
-def add_xtc(add: Adder) -> None:
-    add(
-        "--xtc-probability",
-        type=float,
-        metavar="P",
-        help="probability with which a step loses its most likely tokens, for varied text; default: off",
-    )
-    add(
-        "--xtc-threshold",
-        type=float,
-        metavar="P",
-        help="with --xtc-probability, drop each token that is more likely than the least likely one above this; "
-        "default: 0.1",
-    )
-
-
-def add_context_size(add: Adder) -> None:
-    add(
-        "--repetition-context-size",
-        type=int,
-        metavar="N",
-        help="how many of the last tokens of prompt and answer --repetition-penalty weakens; default: 20",
-    )
+def add_samplers(add: Adder) -> None:
+    for name, (kind, help) in OPTIONS.items():
+        add(name, type=kind, metavar="N" if kind is int else "P", help=help)
 
 
 def sampling(options: argparse.Namespace) -> Callable[[TokenizerWrapper], AnswerOptions]:

@@ -25,7 +25,7 @@ from ..text.tokenizer import load_tokenizer
 from ..vision.vision import open_reader
 from .opening import check_store, open_store
 from .options import parse_template_config
-from .sampling import PENALTY, REPETITION, SAMPLER, add_context_size, add_xtc, given
+from .sampling import REPETITION, SAMPLER, add_samplers, given
 from .terminal import note
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ ORIGIN = re.compile(
 )
 HOST = re.compile(r"[a-z0-9._-]*[a-z0-9_-]")
 DEMO = "moeflux-demo"
-DECODE_SHARE = 1 / 3
+DECODE_SHARE = 1 / 3  # of the time, for running answers while a prompt is computed
 POOL_SHARE = 0.75  # share of the pool that a context longer than the default must leave
 IDLE_SHARE = 4  # unused sessions may take 1/4 of the plan's headroom
 
@@ -102,8 +102,8 @@ def serve_with(
     }
     choices = [ModelChoice(name, load, *made, *files.get(name, ())) for name, load in loads.items()]
     idle = None if options.idle_minutes is None else 60 * options.idle_minutes
-    switch = ModelSwitch(choices, options.queue, options.decode_share, idle, announce, complain)
-    served = Served(switch, options.keep_agent_headers, log=None if options.quiet else note)
+    switch = ModelSwitch(choices, options.queue, DECODE_SHARE, idle, announce, complain)
+    served = Served(switch, log=None if options.quiet else note)
     hosts = [host.lower() for host in (options.host, *options.allowed_host)]
     origins = [origin.lower() for origin in options.cors_origin]
     listener = kind(make_app(served, Rules(hosts, origins, key)), switch.begin_stop)
@@ -134,8 +134,6 @@ def _check_values(options: argparse.Namespace) -> None:
             )
     make_sampler(**given(options, SAMPLER))
     make_logits_processors(**{"repetition_penalty": 1.0, **given(options, REPETITION)})
-    if not 0 <= options.decode_share < 1:
-        raise RequestError(f"--decode-share is {options.decode_share}; it must be at least 0 and less than 1")
 
 
 def serve(switch: "ModelSwitch", listener: "Listener", listening: socket.socket) -> int:
@@ -269,11 +267,4 @@ def _written(host: str) -> str:
 
 def add_sampling_defaults(parser: argparse.ArgumentParser) -> None:
     default = "default: the model's generation_config.json"
-    add = parser.add_argument_group("sampling, if a request does not set it", default).add_argument
-    add("--temp", type=float, help="sampling temperature; 0: most likely token")
-    add("--top-p", type=float, help="keep the smallest set of likely tokens whose probabilities add up to this")
-    add("--top-k", type=int, help="keep this many of the most likely tokens")
-    add("--min-p", type=float, help="drop tokens whose probability is below this share of the most likely token's")
-    add_xtc(add)
-    add("--repetition-penalty", type=float, metavar="P", help=PENALTY)
-    add_context_size(add)
+    add_samplers(parser.add_argument_group("sampling, if a request does not set it", default).add_argument)

@@ -14,12 +14,11 @@ import mlx.core as mx
 
 from ..caches.layer_cache import LayerCache
 from ..errors import DeviceError, RequestError
-from ..foreign import BATCHES
+from ..foreign import BATCHES, public
 from ..model.decoder import Model
 from ..model.step import MAX_ROWS
 from ..text.tokenizer import TokenizerWrapper
 from .generation import check_max_tokens, encoded
-from .keywords import public
 from .loop import Event, Loop, Text
 from .prompt import checked_prompt
 from .sampling import LogitsProcessor, Sampler

@@ -52,7 +52,7 @@ class Breath:
             raise DeviceError(
                 f"{tokens} tokens need {in_gb(need)} for computing and the smallest pool of experts, and the memory "
                 f"limit of this process leaves {in_gb(max(self.limit.room, 0))}; raise the limit, end other programs, "
-                "or give a smaller --span or a shorter prompt"
+                "or give a smaller --set span=TOKENS or a shorter prompt"
             )
 
     def _need(self, tokens: int) -> int:

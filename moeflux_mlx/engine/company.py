@@ -8,7 +8,6 @@ import mlx.core as mx
 from ..experts.routing import RoutedExpertsCall
 from ..experts.source import ExpertLoader
 from ..model.decoder import Model
-from ..ops.tiles import Tiles
 from ..text.tokenizer import TokenizerWrapper
 from .budget import Planner
 from .memory_plan import MemoryPlan
@@ -24,11 +23,6 @@ class Agreed(Protocol):
 
     @property
     def plan(self) -> MemoryPlan: ...
-
-    @property
-    def tiles(self) -> Tiles:
-        """The tiles that the kernels of all processes use."""
-        ...
 
     def experts(self, source: ExpertLoader, prefetch: str) -> RoutedExpertsCall:
         """The object that computes routed experts in place of `RoutedExperts`."""
@@ -52,7 +46,6 @@ class Company(Protocol):
         planner: Planner,
         dtype: mx.Dtype,
         bits: int,
-        tiles: Tiles,
     ) -> Agreed:
         """Plans memory for this process's experts, from the planner for all, and checks that all processes agree."""
         ...

@@ -17,14 +17,14 @@ from ..experts.routing import RoutedExpertsCall
 from ..experts.source import ExpertLoader
 from ..experts.tables import open_readers
 from ..files import user_path
-from ..foreign import LOADING
+from ..foreign import LOADING, with_parameters_of
 from ..mixers.registry import stored_forms
 from ..model.decoder import Model
 from ..model.tables import Tables
 from ..model.tensors import resident_bytes
 from ..model.weights import fill
 from ..ops.limits import within_limits
-from ..ops.tiles import Tiles
+from ..ops.tiles import CODE, Tiles
 from ..process import claim_process
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint
@@ -37,7 +37,6 @@ from .expert_source import open_experts
 from .heads import ChosenDrafts, choose_drafts, load_head
 from .keep_warm import KeepWarm, keep_warm_of
 from .kernel_cache import compiling
-from .keywords import with_parameters_of
 from .kv_bits import keeping
 from .load_settings import PREFETCH, LoadSettings
 from .locate import resolve
@@ -122,14 +121,14 @@ def open_with(settings: LoadSettings) -> Engine:
     path = resolve(settings.path_or_hf_repo, settings.revision, folders, settings.tokenizer)
     weights = open_weights(path, folders, settings.without_correction_bias)
     settings = replace(settings, expert_io=_checked_mode(settings.expert_io, weights, ranks))
-    dtype, bits = checked_dtype(settings.dtype), activation_bits(settings.cpu_activations, settings.dtype)
-    args, tiles = keeping(weights.args, settings.kv_bits, settings.dtype), choose(settings.tiles)
+    dtype, bits = checked_dtype(settings.dtype), activation_bits(settings.trial.cpu_activations, settings.dtype)
+    args = keeping(weights.args, settings.kv_bits, settings.dtype)
     images = weights.vision(settings.vision) if ranks is None else NoVision(NO_IMAGES)
     planner = _planner(settings, weights, args, dtype, images)
     if ranks is None:
-        setup = _alone(choose_drafts(settings.draft, weights, planner, dtype), tiles, settings)
+        setup = _alone(choose_drafts(settings.draft, weights, planner, dtype), settings)
     else:
-        agreed = ranks.meet(weights, planner, dtype, bits, tiles)
+        agreed = ranks.meet(weights, planner, dtype, bits)
         setup = _with_others(agreed, args, settings, planner.layout.total_bytes)
     with setup.loading:
         engine = _loaded(weights, setup, dtype, bits, settings.progress)
@@ -156,7 +155,7 @@ def _planner(
     demand = settings.demand(args, resident, dtype, in_place=not weights.can_be_mapped, vision=images)
     figures = machine_figures(settings.memory_bytes)
     best = with_best_pool(demand, weights)
-    return Planner(args, weights.experts.layout, figures, best, settings.pool_share, settings.least_context)
+    return Planner(args, weights.experts.layout, figures, best, settings.trial.pool_share, settings.trial.least_context)
 
 
 @dataclass(frozen=True)
@@ -179,17 +178,20 @@ class Setup:
     loading: AbstractContextManager[None]
 
 
-def _alone(drafts: ChosenDrafts, tiles: Tiles, settings: LoadSettings) -> Setup:
+def _alone(drafts: ChosenDrafts, settings: LoadSettings) -> Setup:
     prefetch = PREFETCH[settings.prefetch]
     computing = lambda source, warm: RoutedExperts(source, prefetch, warm)  # noqa: E731
-    return Setup(drafts, tiles, computing, settings.keep_warm, settings.warm_start, nullcontext())
+    tiles = choose(settings.trial.tiles)
+    return Setup(drafts, tiles, computing, settings.trial.keep_warm, settings.warm_start, nullcontext())
 
 
 def _with_others(agreed: Agreed, args: ModelArgs, settings: LoadSettings, nbytes: int) -> Setup:
-    """As all ranks have agreed; drafts, `keep_warm` and warm starts are off. `nbytes`: of all experts."""
+    """As all ranks have agreed, with the built-in tiles; drafts, `keep_warm` and warm starts are off. `nbytes`: of all
+    experts.
+    """
     drafts, prefetch = ChosenDrafts(args, agreed.plan, "off", None, ""), PREFETCH[settings.prefetch]
     computing = lambda source, _: agreed.experts(source, prefetch)  # noqa: E731
-    return Setup(drafts, agreed.tiles, computing, "off", "off", agreed.loading(nbytes))
+    return Setup(drafts, CODE, computing, "off", "off", agreed.loading(nbytes))
 
 
 def _seeing(engine: Engine, files: VisionFiles | NoVision, dtype: mx.Dtype, rows: int) -> Engine:
@@ -254,9 +256,6 @@ def load(settings: LoadSettings) -> tuple[Model, TokenizerWrapper]:
             directory with one; a Hugging Face repo id that holds a packed model; or None for the demo model that
             ships with the package.
         dtype: of activations and caches; None means bfloat16 on a GPU and float32 on CPU.
-        cpu_activations: number of bits to which the CPU's products with quantised weights round activations, per group
-            of weights: 8, 16, 24 (as exact as float32), or "auto": 24 if `dtype` is given, else 8. It has no effect
-            where MLX computes.
         kv_bits: number of bits in which caches keep keys and values: 8 (rounded once, in groups of 64 along the head,
             and about half as large), 16 (unchanged, in `dtype`), or "auto": 8 in families in which a token adds 128 KiB
             or more, unless `dtype` is float32. Latents and recurrent states are kept unchanged.
@@ -264,23 +263,15 @@ def load(settings: LoadSettings) -> tuple[Model, TokenizerWrapper]:
             variable MOEFLUX_EXPERT_IO, else what fits. A checkpoint cannot be mapped.
         expert_cache_bytes: memory for streamed experts in pread mode; None takes the RAM that is left, or less if
             `moeflux tune` found that less is as fast. Less than the smallest pool is a warning, and that one is used.
-        host_bytes: on an NVIDIA GPU, the most memory of the computer in which experts stay after they were copied to
-            the GPU, so that they are not read again; None: what is free at loading, less a reserve.
         memory_bytes: limit of the whole process: weights, caches, experts and Python; None: the machine's memory, less
             a reserve for other programs. Mapped files count only in the decision whether to map.
         prefetch: "auto" (read ahead the predicted choice of the next layer's router) or "off". It matters only with
             pread and never changes a result.
-        keep_warm: whether tiny launches keep a GPU's clock up while a token waits for experts that are read: "on" (on
-            any GPU), "off", or "auto": on a Mac that does not run on battery, if the first 256 tokens, measured by
-            turns with and without, or an earlier start's, were faster. It changes no result, and is off on several
-            ranks.
         warm_start: "auto" (the environment variable MOEFLUX_WARM_START, else on) or "off": whether the experts that
             earlier sessions used most are read into the free memory of a pool while nobody else wants the drive, and
             whether this session's are noted for later ones. It changes no result, and is off on several ranks.
         context: positions for which memory is planned; None means 8192, or less if the model's limit or the memory is
             smaller. Longer texts work as long as there is memory.
-        span: number of prompt tokens that go through the model together, so that each expert is read once for all of
-            them; None means as many as there is room for, from 512 to 32768.
         prefill_step_size: the most tokens of a span that attention or a recurrent mixer handles at once; None means
             4096, or what there is room for, and on a Mac less if the GPU would take too long. It does not limit the
             span.
@@ -292,12 +283,6 @@ def load(settings: LoadSettings) -> tuple[Model, TokenizerWrapper]:
         without_correction_bias: whether a checkpoint that lacks the biases by which routers correct their choice, such
             as mlx-lm's conversions of ERNIE 4.5, is loaded all the same. Its tokens then go to other experts than the
             model was trained with.
-        tiles: how a GPU's kernels cut their matrices: "code" (the built-in tiles), a file that `moeflux tune` wrote, or
-            "auto": the environment variable MOEFLUX_TILES, else what `moeflux tune` found on this GPU. Other tiles may
-            change the last bits of a result.
-        pool_share: if `context` is None, memory is planned for the longest context that leaves the pool of experts this
-            share of its size at the default context.
-        least_context: a lower bound for that context, even if experts then get less memory.
         progress: called with the bytes read so far and in all, while resident experts are read.
         draft: the source of drafts, which are proposed tokens that a step checks: "off", "lookup" (what followed an
             earlier occurrence of the text's ending), "head" (the model's own draft head), a directory that holds a head
@@ -307,12 +292,13 @@ def load(settings: LoadSettings) -> tuple[Model, TokenizerWrapper]:
         image_tokens: the most tokens of an image; larger images are made smaller. The memory plan includes the encoding
             of such an image.
         ranks: this process's place among several that all load the model and then make the same calls.
+        set: further settings by name, which measurements need: those of `TrialSettings` in engine/load_settings.py.
 
     Raises:
         ModelFileError: a file is missing or wrong. ConfigError: a value is not implemented.
         NotPackedError: a checkpoint that needs converting; the message holds the command.
-        TokenizerError: the tokenizer files cannot be used. RequestError: the model does not fit in memory, or the file
-            of tiles does not exist.
+        TokenizerError: the tokenizer files cannot be used. RequestError: the model does not fit in memory, or `set` has
+            a name or a value that does not exist.
         ExpertIOError: this process was forked from one that had loaded a model. DeviceError: memory is exhausted.
     """
     engine = open_with(settings)

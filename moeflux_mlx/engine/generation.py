@@ -13,12 +13,11 @@ import numpy as np
 from ..caches.layer_cache import LayerCache
 from ..errors import RequestError
 from ..experts.stats import LoaderStats
-from ..foreign import COMPUTING, GENERATION, Replaced
+from ..foreign import COMPUTING, GENERATION, Replaced, public
 from ..model.decoder import Model
 from ..model.images import ImageSource
 from ..spec import ModelArgs
 from ..text.tokenizer import TokenizerWrapper
-from .keywords import public
 from .loop import AnyText, Event, Loop, Progress, Text
 from .prompt import checked_prompt, prompt_with_images
 from .sampling import LogitsProcessor, Sampler, make_logits_processors, make_sampler

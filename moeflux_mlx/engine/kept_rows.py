@@ -1,23 +1,21 @@
-"""Files of measured values beside the tiles: {"version": 1, "found": [ROW, ...]}, with one JSON object a row."""
+"""Files of measured values in the user's cache directory: {"version": 1, "found": [ROW, ...]}; a row is an object."""
 
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..errors import ModelFileError
-from ..files import JsonObject, read_json, replace_file
-from .tiles import default_file
+from ..files import JsonObject, kept_files, read_json, replace_file
 
 VERSION = 1
 Row = JsonObject
 
 
 def file_of(name: str) -> Path:
-    """The file `name`, next to that of the tiles in the user's cache directory."""
-    return default_file().with_name(name)
+    """The file `name` in the user's cache directory."""
+    return kept_files() / name
 
 
 def read_rows(file: Path) -> list[Row]:
@@ -32,18 +30,18 @@ def read_rows(file: Path) -> list[Row]:
     return [row for row in rows if isinstance(row, dict)]
 
 
-@contextmanager
-def alone(file: Path) -> Iterator[None]:
-    """Waits until nobody else changes a file of the directory this way, and keeps others out."""
+def change_rows(file: Path, change: Callable[[list[Row]], Sequence[Row]]) -> None:
+    """Replaces the rows by what `change` makes of them. The file is replaced atomically, and other processes wait."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(file.parent, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        rows = change(read_rows(file))
+        replace_file(file, [json.dumps({"version": VERSION, "found": rows}, indent=1).encode()])
     finally:
         os.close(lock)
 
 
-def write_rows(file: Path, rows: Sequence[Row]) -> None:
-    """Replaces the file atomically; the caller is `alone` with it."""
-    replace_file(file, [json.dumps({"version": VERSION, "found": rows}, indent=1).encode()])
+def keep_row(file: Path, row: Row, *same: str) -> None:
+    """Stores a row in the place of those that have the same values of the fields `same`."""
+    change_rows(file, lambda rows: [*(one for one in rows if any(one.get(name) != row[name] for name in same)), row])

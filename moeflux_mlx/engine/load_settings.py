@@ -1,12 +1,13 @@
-"""How a model is loaded: all arguments of the public `load` in one value."""
+"""How a model is loaded: all arguments of the public `load` in one value, with the settings that only trials need."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
+from typing import Any, cast
 
 import mlx.core as mx
 
-from ..errors import RequestError
+from ..errors import RequestError, did_you_mean
 from ..experts.tables import KEPT_BYTES
 from ..model.tensors import layer_values
 from ..ops.backend import computes_natively
@@ -18,10 +19,64 @@ from ..vision.vision import NoVision, VisionFiles, checked_rows
 from .company import Company
 from .demand import Demand
 from .keep_warm import MODES as KEEP_WARM
+from .tiles import MODES as TILES
 from .warm_start import MODES as WARM_START
 
 PREFETCH = {"auto": "lookahead", "off": "off"}
+MODES = {"prefetch": PREFETCH, "keep_warm": KEEP_WARM, "warm_start": WARM_START, "tiles": TILES}
 COUNTS = ("context", "span", "prefill_step_size", "expert_cache_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialSettings:
+    """What `load(set={NAME: VALUE})` and `--set NAME=VALUE` change. The defaults are right for use; others are for
+    measurements.
+
+    Args:
+        cpu_activations: number of bits to which the CPU's products with quantised weights round activations, per group
+            of weights: 8, 16, 24 (as exact as float32), or "auto": 24 if `dtype` is given, else 8. It has no effect
+            where MLX computes.
+        host_bytes: on an NVIDIA GPU, the most memory of the computer in which experts stay after they were copied to
+            the GPU, so that they are not read again; None: what is free at loading, less a reserve.
+        keep_warm: whether tiny launches keep an Apple GPU's clock up while a token waits for experts that are read:
+            "on", "off", or "auto": on mains, if the first 256 tokens, measured by turns with and without, or an earlier
+            start's, were faster. It changes no result, and is off on several ranks.
+        span: number of prompt tokens that go through the model together, so that each expert is read once for all of
+            them; None means as many as there is room for, from 512 to 32768.
+        tiles: how a GPU's kernels cut their matrices: "code" (the built-in tiles) or "auto": what `moeflux tune` found
+            on this GPU. Other tiles may change the last bits of a result.
+        pool_share: if `context` is None, memory is planned for the longest context that leaves the pool of experts this
+            share of its size at the default context.
+        least_context: a lower bound for that context, even if experts then get less memory.
+
+    Raises:
+        RequestError: a value is not possible.
+    """
+
+    cpu_activations: int | str = "auto"
+    host_bytes: int | None = None
+    keep_warm: str = "auto"
+    span: int | None = None
+    tiles: str = "auto"
+    pool_share: float | None = None
+    least_context: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.host_bytes is not None and (not isinstance(self.host_bytes, int) or self.host_bytes < 0):
+            raise RequestError(f"host_bytes is {self.host_bytes!r}; it must be 0, a positive integer, or None for all")
+
+
+def _check(settings: object) -> None:
+    """Raises RequestError: a mode is not one of its names, or a number of tokens or bytes is not positive."""
+    for name, value in vars(settings).items():
+        if value not in (modes := MODES.get(name, [value])):
+            raise RequestError(f"{name} {value!r} is not one of {', '.join(modes)}")
+        if name in COUNTS and value is not None and (not isinstance(value, int) or value < 1):
+            raise RequestError(f"{name} is {value!r}; it must be a positive integer; leave it out for the best value")
+
+
+TRIALS = tuple(one.name for one in fields(TrialSettings))
 
 
 @dataclass(frozen=True)
@@ -35,43 +90,33 @@ class LoadSettings:
     path_or_hf_repo: str | Path | None = None
     _: KW_ONLY
     dtype: mx.Dtype | None = None
-    cpu_activations: int | str = "auto"
     kv_bits: int | str = "auto"
     expert_io: str = "auto"
     expert_cache_bytes: int | None = None
-    host_bytes: int | None = None
     prefetch: str = "auto"
-    keep_warm: str = "auto"
     warm_start: str = "auto"
     context: int | None = None
-    span: int | None = None
     prefill_step_size: int | None = None
     revision: str | None = None
     shards_in: Sequence[str | Path] = ()
     tokenizer: str | Path | None = None
     without_correction_bias: bool = False
-    tiles: str | Path = "auto"
-    pool_share: float | None = None
-    least_context: int = 0
     progress: Callable[[int, int], object] | None = None
     memory_bytes: int | None = None
     draft: str | Path = "off"
     vision: bool = True
     image_tokens: int = IMAGE_ROWS
     ranks: Company | None = None
+    set: Mapping[str, int | float | str] | None = None
+    trial: TrialSettings = field(init=False)
 
     def __post_init__(self) -> None:
-        for name, modes in (("prefetch", PREFETCH), ("keep_warm", KEEP_WARM), ("warm_start", WARM_START)):
-            if (mode := getattr(self, name)) not in modes:
-                raise RequestError(f"{name} {mode!r} is not one of {', '.join(modes)}")
-        for name in COUNTS:
-            count = getattr(self, name)
-            if count is not None and (not isinstance(count, int) or count < 1):
-                raise RequestError(
-                    f"{name} is {count!r}; it must be a positive integer; leave it out for the best value"
-                )
-        if self.host_bytes is not None and (not isinstance(self.host_bytes, int) or self.host_bytes < 0):
-            raise RequestError(f"host_bytes is {self.host_bytes!r}; it must be 0, a positive integer, or None for all")
+        _check(self)
+        for name in self.set or ():
+            if name not in TRIALS:
+                meant = did_you_mean(name, TRIALS) or f"; it takes {', '.join(TRIALS)}"
+                raise RequestError(f"there is no setting {name!r} to set{meant}")
+        object.__setattr__(self, "trial", TrialSettings(**cast(Any, self.set or {})))
 
     def demand(
         self,
@@ -101,14 +146,14 @@ class LoadSettings:
             resident=resident + len(args.ngrams) * KEPT_BYTES,
             context=self.context,
             itemsize=dtype.size,
-            span=self.span,
+            span=self.trial.span,
             prefill_step_size=self.prefill_step_size,
             native=computes_natively(dtype, args.widths),
             on_units=not refusal(dtype),
             dense=dtype.size * layer_values(args) if args.quantization and dequantises() else 0,
             expert_io=self.expert_io,
             expert_cache_bytes=self.expert_cache_bytes,
-            host_bytes=self.host_bytes,
+            host_bytes=self.trial.host_bytes,
             in_place=in_place,
         )
         return demand if vision is None else demand.with_vision(vision, dtype, checked_rows(self.image_tokens))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..files import JsonDict
-from .kept_rows import alone, file_of, read_rows, write_rows
+from .kept_rows import file_of, keep_row, read_rows
 from .settings import physical_ram_bytes
 
 SHARES = (1.0, 0.8, 0.6, 0.45, 0.3)  # shares of the largest pool that are measured
@@ -18,7 +18,7 @@ WORTH = 0.03  # a larger pool is better if it is faster by more than this
 
 
 def pool_file() -> Path:
-    """The file, next to that of the tiles in the user's cache directory."""
+    """The file in the user's cache directory."""
     return file_of("pools.json")
 
 
@@ -34,9 +34,7 @@ def best_pool(model: Path, experts: int) -> int | None:
 
 def keep_pool(model: Path, experts: int, pool: int) -> None:
     """Stores the fastest size."""
-    with alone(pool_file()):
-        rows = [one for one in read_rows(pool_file()) if one.get("model") != str(model.resolve())]
-        write_rows(pool_file(), [*rows, {**_key(model, experts), "pool": pool}])
+    keep_row(pool_file(), {**_key(model, experts), "pool": pool}, "model")
 
 
 def _key(model: Path, experts: int) -> JsonDict:

@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
+from ..foreign import public
 from ..ops.backend import view
-from .keywords import public
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]

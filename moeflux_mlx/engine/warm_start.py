@@ -21,7 +21,7 @@ import numpy as np
 from ..experts.source import ExpertLoader
 from ..experts.streamed import StreamedExperts
 from ..experts.warming import Usage
-from .kept_rows import Row, alone, file_of, read_rows, write_rows
+from .kept_rows import Row, change_rows, file_of, read_rows
 
 MODES = ("auto", "off")
 VARIABLE = "MOEFLUX_WARM_START"
@@ -93,10 +93,14 @@ def keep(key: Row, usage: Usage, process: int) -> None:
     """Adds a session to the file; if that is impossible, the next session does without it."""
     if not usage.steps or os.getpid() != process:
         return
-    with suppress(OSError), alone(usage_file()):
+
+    def change(rows: list[Row]) -> list[Row]:
         before = kept_of(key, usage.counts.shape) or KeptUsage(np.zeros_like(usage.counts), 0.0)
-        rows = [row for row in read_rows(usage_file()) if row.get("model") != key["model"]]
+        rows = [row for row in rows if row.get("model") != key["model"]]
         rows.append({**key, **before.after(usage).row()})
         while len(rows) > 1 and sum(len(str(row)) for row in rows) > MOST_BYTES:
             del rows[0]
-        write_rows(usage_file(), rows)
+        return rows
+
+    with suppress(OSError):
+        change_rows(usage_file(), change)

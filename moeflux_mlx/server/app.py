@@ -49,7 +49,7 @@ class Wire(Protocol):
     state.
     """
 
-    def read(self, body: JsonDict, *, keep_agent_headers: bool = False) -> Request: ...
+    def read(self, body: JsonDict) -> Request: ...
     def stream(self, request: Request, ids: Ids) -> Reply: ...
     def whole(self, request: Request, events: list[ServerEvent], ids: Ids) -> JsonDict: ...
 
@@ -66,13 +66,11 @@ class Served:
 
     Args:
         models: loads and runs the models.
-        keep_agent_headers: whether to keep lines that agents put into system prompts.
         keepalive: seconds without an event after which a client gets a sign of life.
         log: called with a line for each request; None: nothing is logged.
     """
 
     models: ModelSwitch
-    keep_agent_headers: bool = False
     keepalive: float = KEEPALIVE
     log: Callable[[str], None] | None = None
     started: float = field(default_factory=time.time)
@@ -193,7 +191,7 @@ def _answering(served: Served, path: str, wire: Wire) -> Callable[[HttpRequest],
 
 async def _answer(served: Served, wire: Wire, http: HttpRequest) -> Any:
     def read(data: bytes) -> Request:
-        asked = wire.read(parse(data), keep_agent_headers=served.keep_agent_headers)
+        asked = wire.read(parse(data))
         named = next((http.headers[name] for name in SESSION_HEADERS if name in http.headers), None)
         return replace(asked, session=asked.session or named)
 
@@ -241,7 +239,7 @@ async def _whole(
 
 async def _count_tokens(served: Served, http: HttpRequest) -> Response:
     def count(preparer: Preparer, body: JsonDict) -> int | Callable[[], int]:
-        asked = messages.read(body, keep_agent_headers=served.keep_agent_headers)
+        asked = messages.read(body)
         return partial(preparer.count, asked) if asked.images.sources else preparer.count(asked)
 
     counted = await served.count(http, count)

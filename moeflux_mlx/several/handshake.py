@@ -5,7 +5,6 @@ then all ranks use rank 0's choice of experts.
 """
 
 import importlib.metadata
-import json
 import platform
 import zlib
 from collections.abc import Sequence
@@ -14,22 +13,19 @@ from dataclasses import dataclass, fields
 import mlx.core as mx
 import numpy as np
 
-from ..engine.tiles import parse_tiles
 from ..errors import RankError
 from ..formats.owners import MOST_SHARE
 from ..ops import backend, native
-from ..ops.tiles import Tiles
 from ..state.fingerprint import Fingerprint
 from .group import FAILED, FINE, Exchange
 
-HELLO, SETTINGS, TILES_LENGTH, TILES_TEXT = 5, 6, 8, 9  # kinds of messages
+HELLO, SETTINGS = 5, 6  # kinds of messages
 PROTOCOL = 2
-MOST_TILES = 1 << 20  # words
 REMEDIES = {
     "package": "install the same moeflux-mlx everywhere",
     "model": "give all ranks a copy of the same model directory",
     "dtype": "give all ranks the same --dtype",
-    "rounding": "give all ranks the same --cpu-activations",
+    "rounding": "give all ranks the same --set cpu_activations=BITS",
     "kv_bits": "give all ranks the same --kv-bits",
     "context": "give all ranks the same --context",
 }
@@ -156,24 +152,3 @@ def _check(settings: Sequence[Settings]) -> None:
             if theirs != first:
                 figures = f" ({theirs}, and rank 0 {first})" if name == "context" else ""
                 raise RankError(f"rank {rank} has another {name} than rank 0{figures}; {remedy}")
-
-
-def share_tiles(exchange: Exchange, own: Tiles) -> Tiles:
-    """Rank 0's tiles of the kernels, which all ranks use.
-
-    Raises:
-        RankError: the tiles cannot be read, or no kernel can have them.
-    """
-    text = json.dumps(own.found, sort_keys=True).encode()
-    text += b" " * (-len(text) % 4)
-    length = int(exchange(TILES_LENGTH, np.array([len(text) // 4], np.uint32)).words[0, 0])
-    if length > MOST_TILES:
-        raise RankError(f"rank 0 announces {4 * length} bytes of tiles; {REMEDIES['package']}")
-    words = np.frombuffer(text, np.uint32)
-    gathered = exchange(TILES_TEXT, np.resize(words, length)).words[0].tobytes()
-    if gathered == text:
-        return own
-    try:
-        return Tiles(parse_tiles(json.loads(gathered)))
-    except (TypeError, ValueError, AttributeError) as error:
-        raise RankError(f"rank 0's tiles cannot be used here: {error}; {REMEDIES['package']}") from None

@@ -15,11 +15,10 @@ from ..experts.source import ExpertLoader
 from ..formats.owners import Owners, RankShare
 from ..formats.record import ExpertLayout
 from ..ops import backend
-from ..ops.tiles import Tiles
 from .dealing import Dealing
 from .experts import RankedExperts
 from .group import FAILED, FINE, Exchange
-from .handshake import Settings, agree, digests, greet, share_tiles
+from .handshake import Settings, agree, digests, greet
 from .joining import allow
 
 READY = 7  # kind of a message
@@ -31,13 +30,12 @@ SLOW_TOKENS = 100.0  # least number of a span's tokens that a mixer processes pe
 
 @dataclass(frozen=True)
 class Party:
-    """What the ranks agreed on before they load a model; the tiles are rank 0's, and the plan is this rank's."""
+    """What the ranks agreed on before they load a model; the plan is this rank's."""
 
     exchange: Exchange
     plan: MemoryPlan
     owners: Owners
     shares_routing: bool
-    tiles: Tiles
     slots: tuple[int, ...] = ()
 
     def experts(self, source: ExpertLoader, prefetch: str) -> RankedExperts:
@@ -109,7 +107,6 @@ class Ranks:
         planner: Planner,
         dtype: mx.Dtype,
         bits: int,
-        tiles: Tiles,
     ) -> "Party":
         """Plans memory for this rank's experts, with the smallest span of all ranks, and checks that the ranks'
         settings agree.
@@ -147,7 +144,7 @@ class Ranks:
         planned = replace(planner, layout=own, demand=demand).plan()
         slow = max(map(layout.layer_bytes, layout.moe_layers)) / SLOW_DISK + agreed.span / SLOW_TOKENS
         allow(exchange.group, LEAST_SECONDS + slow if self.seconds is None else self.seconds)
-        return Party(exchange, planned, owners, agreed.shares_routing, share_tiles(exchange, tiles), agreed.slots)
+        return Party(exchange, planned, owners, agreed.shares_routing, agreed.slots)
 
 
 def _slots_to_deal(plan: MemoryPlan, own: ExpertLayout) -> int:

@@ -59,7 +59,7 @@ class Fingerprint:
             "another tokenizer": (self.tokenizer, other.tokenizer),
             "another cache dtype": (ours[0], theirs[0]),
             "another --kv-bits": (kept[0], kept[1]),
-            "another --cpu-activations": (ours, theirs),
+            "another --set cpu_activations": (ours, theirs),
         }
         return next((words for words, (one, two) in parts.items() if one != two), None)
 

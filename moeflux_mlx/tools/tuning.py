@@ -7,14 +7,13 @@ prompt go through a layer's experts, with one choice of tiles and with another, 
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
 from ..engine.random_weights import Shapes, fill_randomly, random_records, randomise
 from ..experts.routing import Pieces, Routing
@@ -38,61 +37,49 @@ BOUND = 2e-2  # largest allowed difference relative to the largest value; float3
 LEAST_BYTES, MOST_LAYERS = 1 << 30, 32  # of layers that a token goes through: more than the caches of any GPU
 ROWS = tuple(2 ** (i // 3) for i in range(28))  # of each expert in a prompt: 1 to 512, three experts with each number
 
-LayerCall = Callable[[mx.array], mx.array]  # takes x [1, L, H]
+Part = Callable[[mx.array], mx.array]  # takes x [1, L, H]
 
 
-class Work(Protocol):
-    """What is timed."""
+@dataclass(frozen=True)
+class Work:
+    """What is timed: x goes through all parts, one after the other."""
+
+    x: mx.array
+    parts: Sequence[Part]
 
     def run(self) -> mx.array:
-        """Its last output, which depends on all of the work; not evaluated."""
-        ...
+        """The last output; not evaluated."""
+        out = self.x
+        for part in self.parts:
+            out = part(out)
+        return out
 
     def outputs(self) -> list[mx.array]:
-        """The output of each part for the same input; not evaluated."""
-        ...
+        """The output of each part for x; not evaluated."""
+        return [part(self.x) for part in self.parts]
 
 
-class TokenWork:
+def token_work(shapes: Shapes) -> Work:
     """A token in layers of each kind, with empty caches, and in the head."""
-
-    def __init__(self, shapes: Shapes):
-        self._x = mx.random.normal((1, 1, shapes.args.hidden_size)).astype(shapes.dtype)
-        parts, nbytes = list[LayerCall](), 0
-        for part in itertools.islice(layers(shapes), MOST_LAYERS):
-            parts.append(part)
-            nbytes += part.nbytes
-            if nbytes >= LEAST_BYTES and len(parts) >= len(kinds(shapes)):
-                break
-        self._parts = [*parts, head(shapes)]
-
-    def run(self) -> mx.array:
-        h = self._x
-        for part in self._parts:
-            h = part(h)
-        return h
-
-    def outputs(self) -> list[mx.array]:
-        return [part(self._x) for part in self._parts]
+    kinds, record = kinds_of(shapes), next(iter(shapes.layout.records.values()))
+    wanted = LEAST_BYTES // (record.stride * shapes.args.num_experts_per_tok) + 1
+    count = min(max(wanted, len(kinds)), MOST_LAYERS)
+    parts = [layer(shapes, i) for i in itertools.islice(itertools.cycle(kinds), count)]
+    return Work(mx.random.normal((1, 1, shapes.args.hidden_size)).astype(shapes.dtype), [*parts, head(shapes)])
 
 
-class PromptWork:
+def prompt_work(shapes: Shapes) -> Work:
     """The rows of a prompt in a layer's experts, of which some have few rows and some many."""
+    record = next(iter(shapes.layout.records.values()))
+    records, experts = random_records(record, len(ROWS)), np.arange(len(ROWS))
 
-    def __init__(self, shapes: Shapes):
-        self._record = next(iter(shapes.layout.records.values()))
-        self._records = random_records(self._record, len(ROWS))
-        self._x = mx.random.normal((sum(ROWS), self._record.hidden_size)).astype(shapes.dtype)
-
-    def run(self) -> mx.array:
-        experts, on_units = np.arange(len(ROWS)), not refusal(self._x.dtype, self._record)
-        ids = np.repeat(experts, ROWS)[:, None]
-        rows = GroupedRows(self._x, ids, np.array(ROWS), [experts], self._record, on_units=on_units)
-        rows.multiply(0, experts, self._records)
+    def part(x: mx.array) -> mx.array:
+        ids, on_units = np.repeat(experts, ROWS)[:, None], not refusal(x.dtype, record)
+        rows = GroupedRows(x, ids, np.array(ROWS), [experts], record, on_units=on_units)
+        rows.multiply(0, experts, records)
         return cast(mx.array, rows.outputs())
 
-    def outputs(self) -> list[mx.array]:
-        return [self.run()]
+    return Work(mx.random.normal((sum(ROWS), record.hidden_size)).astype(shapes.dtype), [part])
 
 
 class TrialExperts:
@@ -105,7 +92,7 @@ class TrialExperts:
         self.records = random_records(record, count)
 
     def in_pieces(self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray) -> Pieces[AnyArray]:
-        """Nothing: `PromptWork` has the experts of a prompt."""
+        """Nothing: `prompt_work` has the experts of a prompt."""
         yield from ()
         return residual
 
@@ -125,29 +112,7 @@ class TrialExperts:
         return False
 
 
-class TrialLayer:
-    """Layer `i` of a model with random weights: x [1, L, H] -> the first stream of its output [1, L, H].
-
-    Attributes:
-        nbytes: of the weights that a token reads.
-    """
-
-    def __init__(self, shapes: Shapes, i: int):
-        args, record = shapes.args, shapes.layout.records.get(i)
-        experts = None if record is None else TrialExperts(record, args.num_experts_per_tok)
-        self._layer: Any = DecoderLayer(args, i, cast(Any, experts), USUAL)
-        randomise(self._layer, f"model.layers.{i}.", shapes)
-        self._mixer, self._streams = args.mixers[i], streams_before(args.connections, i)
-        self.nbytes = sum(array.nbytes for _, array in cast(Any, tree_flatten(self._layer.parameters())))
-        self.nbytes += 0 if experts is None else experts.records.blob.nbytes
-
-    def __call__(self, x: mx.array) -> mx.array:
-        tokens = Tokens(mx.zeros(x.shape[:2], mx.uint32))
-        out: mx.array = self._layer(spread(x, self._streams), make_caches(self._mixer), None, tokens)
-        return out[..., : x.shape[-1]]
-
-
-def kinds(shapes: Shapes) -> list[int]:
+def kinds_of(shapes: Shapes) -> list[int]:
     """The first layer of each kind."""
     first = dict[Any, int]()
     for i, mixer in enumerate(shapes.args.mixers):
@@ -155,59 +120,45 @@ def kinds(shapes: Shapes) -> list[int]:
     return list(first.values())
 
 
-def layers(shapes: Shapes) -> Iterator[TrialLayer]:
-    """A layer of each kind, again and again, each with weights of its own."""
-    return (TrialLayer(shapes, i) for i in itertools.cycle(kinds(shapes)))
+def layer(shapes: Shapes, i: int) -> Part:
+    """Layer `i` of a model with random weights: x [1, L, H] -> the first stream of its output [1, L, H]."""
+    args, record = shapes.args, shapes.layout.records.get(i)
+    experts: Any = None if record is None else TrialExperts(record, args.num_experts_per_tok)
+    decoder: Any = DecoderLayer(args, i, experts, USUAL)
+    randomise(decoder, f"model.layers.{i}.", shapes)
+    streams = streams_before(args.connections, i)
+
+    def part(x: mx.array) -> mx.array:
+        tokens = Tokens(mx.zeros(x.shape[:2], mx.uint32))
+        out: mx.array = decoder(spread(x, streams), make_caches(args.mixers[i]), None, tokens)
+        return out[..., : x.shape[-1]]
+
+    return part
 
 
-def head(shapes: Shapes) -> LayerCall:
+def head(shapes: Shapes) -> Part:
     """The last matrix, which gets only single tokens and a few."""
     matrix = Linear(shapes.args.hidden_size, shapes.args.vocab_size)
     fill_randomly(matrix, shapes.quants.get(shapes.args.last_matrix), shapes.dtype)
     return lambda x: matrix(x[:, :MAX_TOKENS])
 
 
-# ---- the search
+def tune(shapes: Shapes, seconds: float) -> Iterator[tuple[TileChanges, float]]:
+    """Tries all changes in turn, each together with those that were faster by `WORTH`; after `seconds` no further one.
 
-
-@dataclass(frozen=True)
-class Result:
-    """The result for some changes of tiles.
-
-    Args:
-        gain: how many times as fast the work is with them; 0: they are wrong.
-        found: all changes that were kept until here.
+    Yields:
+        The changes, and how many times as fast the work is with them; 0: they are wrong.
     """
-
-    changes: TileChanges
-    gain: float
-    found: TileChanges
-
-    @property
-    def is_kept(self) -> bool:
-        return self.gain >= WORTH
-
-
-def tune(
-    shapes: Shapes, seconds: float, compared: Callable[[Work, Tiles, Tiles], float] | None = None
-) -> Generator[Result, None, None]:
-    """Tries all changes in turn; after `seconds` no further one.
-
-    Args:
-        compared: how many times as fast some work is with other tiles, 0 if they are wrong; None: it is measured.
-    """
-    end, work = time.monotonic() + seconds, cast(Any, None)
-    found: TileChanges = {}
-    for changes in TRIED[backend.name()]:
-        if time.monotonic() >= end:
-            return
-        kind = PromptWork if "prompt_experts" in changes else TokenWork
-        if not isinstance(work, kind):
-            work = kind(shapes)
-        other = joined([found, changes])
-        gain = (compared or measured)(work, Tiles(found), Tiles(other))
-        found = other if gain >= WORTH else found
-        yield Result(changes, gain, found)
+    end, found = time.monotonic() + seconds, Tiles()
+    for is_prompt, tried in itertools.groupby(TRIED[backend.name()], lambda changes: "prompt_experts" in changes):
+        work = prompt_work(shapes) if is_prompt else token_work(shapes)
+        for changes in tried:
+            if time.monotonic() >= end:
+                return
+            other = Tiles(joined([found.found, changes]))
+            gain = measured(work, found, other)
+            found = other if gain >= WORTH else found
+            yield changes, gain
 
 
 def measured(work: Work, one: Tiles, other: Tiles) -> float:
@@ -215,8 +166,8 @@ def measured(work: Work, one: Tiles, other: Tiles) -> float:
     if not is_right(work, one, other):
         return 0.0
     for tiles in (one, other):
-        seconds(work, tiles)
-    return statistics.median(seconds(work, one) / seconds(work, other) for _ in range(ROUNDS))
+        timed(work, tiles)
+    return statistics.median(timed(work, one) / timed(work, other) for _ in range(ROUNDS))
 
 
 def is_right(work: Work, one: Tiles, other: Tiles) -> bool:
@@ -238,7 +189,7 @@ def difference(got: mx.array, want: mx.array) -> float:
     return error if error == error else float("inf")
 
 
-def seconds(work: Work, tiles: Tiles) -> float:
+def timed(work: Work, tiles: Tiles) -> float:
     """Seconds until the work is done; its graph is built before."""
     with using(tiles):
         out = work.run()

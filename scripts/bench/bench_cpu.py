@@ -154,7 +154,7 @@ def main() -> None:
     options = parsed()
     clock = time.process_time if options.cpu_time else time.perf_counter
     native.set_threads(options.threads or native.threads())
-    models = {name: load_model(options.model, cpu_activations=bits) for name, bits in FORMS.items()}
+    models = {name: load_model(options.model, set={"cpu_activations": bits}) for name, bits in FORMS.items()}
     ours = models[OURS]
     prompt = np.random.default_rng(0).integers(0, ours.args.vocab_size, max(options.prompt, 256))
     runners = {name: Runner(model, prompt) for name, model in models.items()}

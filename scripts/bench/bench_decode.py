@@ -2,7 +2,7 @@
 """Compares prompts and decode of whole models on a GPU with mlx-lm's or mlx-vlm's model of the same shapes, in turns.
 
     scripts/bench/bench_decode.py [--variant qwen3.6-35b-a3b] [--layers N] [--against mlx-lm|mlx-vlm|none]
-        [--prompt 512 4096] [--rounds 9] [--seconds S] [--tiles FILE]
+        [--prompt 512 4096] [--rounds 9] [--seconds S] [--tiles auto]
 
 Both models are in memory at once, with every expert. Weights are random, 4 bits in groups of 64, drawn on the GPU, so
 nothing is read from disk except rows of n-gram tables, which are cut to 20,000 rows a head for both (mlx-vlm: in one
@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, nargs="+", default=[512], help="lengths (%(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="(%(default)s)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which a length has no more rounds")
-    parser.add_argument("--tiles", default="code", help="auto, code or a file that moeflux tune wrote (%(default)s)")
+    parser.add_argument("--tiles", default="code", choices=("auto", "code"), help="(%(default)s)")
     options = parser.parse_args()
     configure_mlx()  # as every command does; the other model runs under the same settings
     config = config_of(options.variant, options.layers)

@@ -69,7 +69,7 @@ def opened(options: argparse.Namespace, on_host: bool) -> Engine:
         dtype=mx.bfloat16,
         expert_io="pread",
         expert_cache_bytes=int(options.share * total),
-        host_bytes=None if on_host else 0,
+        set={} if on_host else {"host_bytes": 0},
         prefetch=options.prefetch,
         warm_start="off",
         context=512,

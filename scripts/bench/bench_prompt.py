@@ -121,7 +121,7 @@ def first_token(model: Model, prompt: list[int]) -> Callable[[], object]:
 
 def open_for(options: argparse.Namespace, tokens: int, span: int | None = None, **more) -> Engine:
     """Opens the model with room for `tokens` tokens and the one after them."""
-    settings = {"context": tokens + 1, "warm_start": "off", **({} if span is None else {"span": span})}
+    settings = {"context": tokens + 1, "warm_start": "off", **({} if span is None else {"set": {"span": span}})}
     return open_engine(options.model, **settings, **more)
 
 

@@ -35,7 +35,7 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         "expert_cache_bytes": gigabytes and int(gigabytes * 1e9),
         "prefetch": options.prefetch,
         "warm_start": "off",
-        "cpu_activations": bits if bits == "auto" else int(bits),
+        "set": {"cpu_activations": bits if bits == "auto" else int(bits)},
     }
 
 

@@ -25,7 +25,7 @@ from moeflux_mlx import load, load_model  # noqa: E402
 from moeflux_mlx.convert import convert  # noqa: E402
 
 TINY_TOKENS, LONG_TOKENS = (4, 128), (1, 4096)  # rows, and tokens per row
-ROUNDED = ({"cpu_activations": 8}, {"cpu_activations": 16})
+ROUNDED = ({"set": {"cpu_activations": 8}}, {"set": {"cpu_activations": 16}})
 KEPT = ({"dtype": mx.float32, "kv_bits": 8},)
 FULL_ATTENTION = ("qwen3_moe", "minimax_m2", "hy_v3", "glm4_moe", "gpt_oss", "solar_open")
 

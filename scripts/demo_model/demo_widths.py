@@ -3,8 +3,7 @@ stories.
 
 No float weights of the demo model are kept. The shipped 4-bit model is taken apart into a float32 checkpoint in a
 temporary directory, which `moeflux convert` makes a model of at each width, and `moeflux evaluate` compares each with
-the shipped model. `python scripts/demo_model/demo_widths.py` prints the table of docs/formats.md; `--svg FILE` draws
-one width's KL by position.
+the shipped model. `python scripts/demo_model/demo_widths.py` prints the table of docs/formats.md.
 """
 
 import argparse
@@ -103,7 +102,6 @@ def moeflux(*words: object) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the demo model at every width with the shipped one")
     parser.add_argument("--stories", type=int, default=40, help="held-out stories to read (%(default)s)")
-    parser.add_argument("--svg", type=Path, help="draw the KL divergence by position at 3 bits there")
     args = parser.parse_args()
     print("| stored as | perplexity | KL, mean | KL, 99 % | same first choice | bytes of an expert |")
     print("|---|---|---|---|---|---|", flush=True)
@@ -114,9 +112,8 @@ def main() -> None:
         for width, options in WIDTHS.items():
             model = folder / width.replace(" ", "-")
             moeflux("convert", "--hf-path", folder / "floats", "--mlx-path", model, *options)
-            chart = ["--svg", args.svg] if args.svg and width == "3 bits" else []
             command = ["evaluate", "--model", model, "--against", DEMO, "--text", folder / "stories.txt"]
-            figures = json.loads(moeflux(*command, *chart).splitlines()[-1])
+            figures = json.loads(moeflux(*command).splitlines()[-1])
             size = PackedExperts.open(model, ModelArgs.from_file(model)).layout.record.size
             print(f"| {width} | {' | '.join(str(figures[column]) for column in COLUMNS)} | {size} |", flush=True)
         print(f"\n{figures['tokens']} tokens in windows of {figures['window']}; the shipped model: ", end="")

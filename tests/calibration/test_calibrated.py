@@ -83,7 +83,7 @@ def test_a_model_is_what_its_run_has_computed(tmp_path, checkpoint, monkeypatch,
     recipe = Recipe.from_json(RECIPE, "mine", "test")
     convert_calibrated(path, tmp_path / "out", calibration(tmp_path, text, method), recipe)
     assert not (tmp_path / "work").exists()
-    model = load_model(tmp_path / "out", dtype=mx.float32, cpu_activations=24)
+    model = load_model(tmp_path / "out", dtype=mx.float32, set={"cpu_activations": 24})
     for tokens, hidden in zip(kept["texts"], kept["hidden"], strict=True):
         got = np.array(model.hidden(mx.array(tokens[None]), model.make_cache())[0].astype(mx.float32))
         assert np.abs(got - hidden).max() < 1e-3 * np.abs(hidden).max()

@@ -280,7 +280,7 @@ def test_expert_io_option_and_environment(capfd, model_dir, monkeypatch):
         (["--rank-share", "0"], "--rank-share is for one of several ranks"),
         (["--rank-seconds", "30"], "--rank-seconds is for one of several ranks"),
         (["--share-routing"], "--share-routing is for one of several ranks"),
-        (["--tiles", "no-such-file"], "no-such-file does not exist; give a file that moeflux tune wrote"),
+        (["--set", "tiles=no-such"], "tiles 'no-such' is not one of auto, code"),
     ],
 )
 def test_bad_values(capfd, model_dir, arguments, words):
@@ -619,8 +619,8 @@ def test_a_known_prompt_is_counted_as_known(capfd, model_dir, tmp_path):
 
 
 def test_float32_is_never_rounded(capfd, model_dir):
-    base = ["--model", model_dir, "-p", "a", "-m", "1", "--cpu-activations", "8"]
-    assert command(capfd, *base, "--dtype", "bfloat16")[2].count("note: --cpu-activations has no effect") == 1
+    base = ["--model", model_dir, "-p", "a", "-m", "1", "--set", "cpu_activations=8"]
+    assert command(capfd, *base, "--dtype", "bfloat16")[2].count("note: --set cpu_activations has no effect") == 1
     code, _, err = command(capfd, *base, "--dtype", "float32")
     assert code == 1 and "error: dtype float32 is computed exactly, cpu_activations 8 is not" in err
 

@@ -217,13 +217,13 @@ def test_nothing_keeps_a_gpu_warm_while_the_demo_model_is_measured(monkeypatch, 
     opened, modes = reporting.open_engine, []
 
     def noting(*given, **named):
-        modes.append(named.get("keep_warm"))
+        modes.append(named["set"])
         return opened(*given, **named)
 
     monkeypatch.setattr(reporting, "open_engine", noting)
     reduce(monkeypatch, "demo model")
     report(tmp_path)
-    assert modes == ["off", "off"]
+    assert modes == [{"keep_warm": "off"}] * 2
 
 
 def test_a_wrong_model_is_seen(monkeypatch, tmp_path):

@@ -41,16 +41,16 @@ def test_impossible_bits_are_refused(asked, dtype):
     with pytest.raises(RequestError, match="cpu_activations"):
         activation_bits(asked, dtype)
     with pytest.raises(RequestError, match="cpu_activations"):
-        load_model(tiny_directory("qwen3_moe"), dtype=dtype, cpu_activations=asked)
+        load_model(tiny_directory("qwen3_moe"), dtype=dtype, set={"cpu_activations": asked})
 
 
 @needs_native
 @pytest.mark.parametrize("bits", [8, 16])
 def test_same_bits_in_every_mode(bits):
     pool = {"expert_io": "pread", "expert_cache_bytes": 1}
-    mapped, exact = logits(expert_io="mmap", cpu_activations=bits), logits(dtype=mx.float32)
-    assert np.array_equal(logits(expert_io="resident", cpu_activations=bits), mapped)
-    assert np.array_equal(logits(**pool, cpu_activations=bits), mapped)
+    mapped, exact = logits(expert_io="mmap", set={"cpu_activations": bits}), logits(dtype=mx.float32)
+    assert np.array_equal(logits(expert_io="resident", set={"cpu_activations": bits}), mapped)
+    assert np.array_equal(logits(**pool, set={"cpu_activations": bits}), mapped)
     error = np.abs(mapped - exact).max() / exact.std()
     assert 1e-6 < error < (0.5 if bits == 8 else 0.01)
 
@@ -58,16 +58,16 @@ def test_same_bits_in_every_mode(bits):
 @needs_native
 @pytest.mark.usefixtures("team")
 def test_a_number_of_threads_changes_nothing():
-    before = logits(cpu_activations=8)
+    before = logits(set={"cpu_activations": 8})
     for count in (1, 3):
         native.set_threads(count)
-        assert np.array_equal(logits(cpu_activations=8), before)
+        assert np.array_equal(logits(set={"cpu_activations": 8}), before)
 
 
 @needs_native
 def test_models_of_both_kinds_coexist():
     path = tiny_directory("qwen3_moe")
-    exact, rounded = load_model(path, dtype=mx.float32), load_model(path, cpu_activations=8)
+    exact, rounded = load_model(path, dtype=mx.float32), load_model(path, set={"cpu_activations": 8})
     first = np.array(exact(TOKENS))
     assert not np.array_equal(rounded(TOKENS), first) and np.array_equal(exact(TOKENS), first)
 
@@ -78,4 +78,4 @@ def test_a_saved_prompt_belongs_to_its_activations():
     exact = model_fingerprint(path, mx.float32)
     rounded = model_fingerprint(path, mx.float32, 8)
     assert exact == model_fingerprint(path, mx.float32, native.EXACT) and exact.dtype == "float32"
-    assert rounded.difference(exact) == "another --cpu-activations"
+    assert rounded.difference(exact) == "another --set cpu_activations"

@@ -21,7 +21,7 @@ from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.errors import RequestError
 
 PATH = tiny_directory("qwen3_moe")
-OPTIONS = Namespace(file=None, show=False, reset=False, minutes=1.0, model=str(PATH), variant=None)
+OPTIONS = Namespace(show=False, reset=False, model=str(PATH), variant=None)
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +123,7 @@ def test_the_limit_of_the_process_is_all_that_it_takes(monkeypatch):
     load = importlib.import_module("moeflux_mlx.engine.engine")
     limits = []
     monkeypatch.setattr(load, "machine_figures", lambda limit: limits.append(limit) or Figures(1 << 40, limit=limit))
-    options = {"dtype": mx.float32, "context": 512, "span": 512, "prefill_step_size": 64}
+    options = {"dtype": mx.float32, "context": 512, "set": {"span": 512}, "prefill_step_size": 64}
     free = open_engine(PATH, **options)
     fixed, experts = free.plan.fixed, free.experts.layout.total_bytes
     engine = open_engine(PATH, memory_bytes=fixed + experts // 2, **options)

@@ -1,11 +1,9 @@
-"""The file of tiles: what is written is read, and damaged or stale entries and those of other GPUs are not used."""
+"""The stored tiles: what is written is read, and damaged or stale entries and those of other GPUs are not used."""
 
 import json
-import sys
 import warnings
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from grids import examples
 from hypothesis import HealthCheck, given, settings
@@ -14,11 +12,10 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx import load_model
 from moeflux_mlx.engine import tiles
-from moeflux_mlx.errors import ModelFileError, RankError, RequestError
+from moeflux_mlx.engine.kept_rows import read_rows
+from moeflux_mlx.errors import RequestError
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.tiles import CODE, TILES, TRIED, Tiles, joined, planned
-from moeflux_mlx.several import handshake
-from moeflux_mlx.several.group import FINE, Gathered
 
 FOUND = {"qmv": {"halves": 1, "rows": 8}}
 OTHER = {"prompt_experts": {"dense": 64}}
@@ -40,7 +37,7 @@ def gpu(monkeypatch):
 @pytest.fixture
 def file(gpu, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tiles.default_file()
+    return tiles.tiles_file()
 
 
 def chosen(option="auto"):
@@ -54,7 +51,7 @@ def chosen(option="auto"):
 @given(USABLE)
 def test_stored_tiles_are_found(file, kept):
     file.unlink(missing_ok=True)
-    tiles.keep(file, kept)
+    tiles.keep(kept)
     assert chosen() == (kept, [])
     assert [one.name for one in file.parent.iterdir()] == [file.name]
 
@@ -64,7 +61,7 @@ def test_stored_tiles_are_found(file, kept):
 def test_a_damaged_file_is_one_line_and_the_codes_tiles(file, data):
     """Bytes are changed or missing, or the JSON has another shape."""
     file.unlink(missing_ok=True)
-    tiles.keep(file, FOUND)
+    tiles.keep(FOUND)
     whole = file.read_bytes()
     if data.draw(st.booleans()):
         at = data.draw(st.integers(0, len(whole) - 1))
@@ -94,35 +91,34 @@ def test_files_that_hold_no_tiles(file, text):
     file.write_text(text)
     chosen_tiles, said = chosen()
     assert chosen_tiles == {} and len(said) == 1 and "moeflux tune finds them anew" in said[0] and "\n" not in said[0]
-    with pytest.raises(ModelFileError):
-        tiles.read_entries(file)
-    tiles.keep(file, FOUND)
+    assert not read_rows(file)
+    tiles.keep(FOUND)
     assert chosen() == (FOUND, [])
 
 
 @pytest.mark.parametrize("field", ["mlx", "kernels"])
 def test_stale_tiles_are_one_line(file, monkeypatch, field):
-    tiles.keep(file, FOUND)
+    tiles.keep(FOUND)
     monkeypatch.setattr(tiles, {"mlx": "mlx_version", "kernels": "kernels_digest"}[field], lambda: "another")
     chosen_tiles, said = chosen()
     assert chosen_tiles == {} and len(said) == 1 and "another MLX or other kernels" in said[0]
-    tiles.keep(file, {})
-    assert chosen() == ({}, []) and len(tiles.read_entries(file)) == 1
+    tiles.keep({})
+    assert chosen() == ({}, []) and len(read_rows(file)) == 1
 
 
 def test_another_gpus_tiles_are_kept_and_not_used(file, monkeypatch):
-    tiles.keep(file, FOUND)
+    tiles.keep(FOUND)
     monkeypatch.setattr(tiles, "gpu_name", lambda: "another GPU")
     assert chosen() == ({}, [])
-    tiles.keep(file, {})
+    tiles.keep({})
     monkeypatch.setattr(tiles, "gpu_name", lambda: "a made-up GPU")
     assert chosen() == (FOUND, [])
 
 
 def test_a_new_search_replaces_what_was_found(file):
-    tiles.keep(file, FOUND)
-    tiles.keep(file, OTHER)
-    assert chosen()[0] == OTHER and len(tiles.read_entries(file)) == 1
+    tiles.keep(FOUND)
+    tiles.keep(OTHER)
+    assert chosen()[0] == OTHER and len(read_rows(file)) == 1
 
 
 def test_the_digest_follows_kernels_and_tiles(monkeypatch):
@@ -134,34 +130,20 @@ def test_the_digest_follows_kernels_and_tiles(monkeypatch):
     tiles.kernels_digest.cache_clear()
 
 
-def test_which_source_of_tiles_decides(file, monkeypatch, tmp_path):
-    tiles.keep(file, FOUND)
-    other = tmp_path / "other.json"
-    tiles.keep(other, OTHER)
-    assert chosen(other)[0] == OTHER
-    monkeypatch.setenv("MOEFLUX_TILES", str(other))
-    assert chosen()[0] == OTHER and chosen("code")[0] == {}
+def test_the_built_in_tiles_can_be_asked_for(file, monkeypatch):
+    tiles.keep(FOUND)
+    assert chosen() == (FOUND, []) and tiles.choose("code") is CODE
     monkeypatch.setenv("MOEFLUX_TILES", "code")
-    assert tiles.choose("auto") is CODE and chosen(file)[0] == FOUND
-    with pytest.raises(RequestError, match="give a file that moeflux tune wrote, auto or code"):
-        tiles.choose("no-such-file")
+    assert tiles.choose("auto") is CODE
+    with pytest.raises(RequestError, match="tiles 'mine' is not one of auto, code"):
+        load_model(tiny_directory("qwen3_moe"), set={"tiles": "mine"})
 
 
-def test_a_cpu_refuses_a_missing_file_and_reads_none(file, monkeypatch):
+def test_a_cpu_reads_no_file(file, monkeypatch):
     monkeypatch.setattr(backend, "name", lambda: "ops")
     file.parent.mkdir()
     file.write_text("damaged")
-    assert tiles.choose("auto") is CODE and chosen(file) == ({}, [])
-    with pytest.raises(RequestError, match="no-such-file does not exist; give a file that moeflux tune wrote"):
-        tiles.choose("no-such-file")
-
-
-def test_the_place_of_the_file(monkeypatch):
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert tiles.default_file().parts[-4:] == ("Library", "Caches", "moeflux", "tiles.json")
-    monkeypatch.setattr(sys, "platform", "linux")
-    assert tiles.default_file().parts[-3:] == (".cache", "moeflux", "tiles.json")
+    assert tiles.choose("auto") is CODE
 
 
 def test_a_model_computes_with_its_own_tiles(monkeypatch):
@@ -170,8 +152,8 @@ def test_a_model_computes_with_its_own_tiles(monkeypatch):
     from moeflux_mlx.model import decoder
 
     own = Tiles(FOUND)
-    monkeypatch.setattr(engine, "choose", lambda option: own if option == "mine" else CODE)
-    models = [load_model(tiny_directory("qwen3_moe"), tiles=name) for name in ("mine", "code")]
+    monkeypatch.setattr(engine, "choose", lambda option: own if option == "auto" else CODE)
+    models = [load_model(tiny_directory("qwen3_moe"), set={"tiles": name}) for name in ("auto", "code")]
     assert [model.tiles for model in models] == [own, CODE]
     used, real = [], decoder.using
     monkeypatch.setattr(decoder, "using", lambda choice: used.append(choice) or real(choice))
@@ -181,42 +163,10 @@ def test_a_model_computes_with_its_own_tiles(monkeypatch):
     assert used == [own, CODE]
 
 
-# ---- several ranks
-
-
-def rank_0_says(text):
-    """Returns an exchange between two ranks, of which this is the second."""
-    text += b" " * (-len(text) % 4)
-
-    def exchange(kind, words):
-        theirs = [len(text) // 4] if kind == handshake.TILES_LENGTH else np.frombuffer(text, np.uint32)
-        return Gathered(np.stack([np.asarray(theirs, np.uint32), words]), (FINE, FINE))
-
-    return exchange
-
-
-@pytest.mark.parametrize("own", [{}, FOUND, {**FOUND, **OTHER}])
-@pytest.mark.parametrize("first", [{}, FOUND])
-def test_all_ranks_use_the_tiles_of_rank_0(own, first):
-    text = json.dumps(first).encode()
-    assert handshake.share_tiles(rank_0_says(text), Tiles(own)).found == first
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"[]",
-        b"{",
-        b'{"qmv": 1}',
-        b'{"no": {"rows": 8}}',
-        b'{"qmv": {"rows": 3}}',
-        b'{"qmv": {"rows": true}}',
-        b"\xff\xff\xff\xff",
-    ],
-)
-def test_wrong_tiles_of_rank_0_are_refused(text):
-    with pytest.raises(RankError, match="rank 0's tiles cannot be used here"):
-        handshake.share_tiles(rank_0_says(text), CODE)
+@pytest.mark.parametrize("wrong", [{"no": {"rows": 8}}, {"qmv": {"rows": 3}}, {"qmv": {"rows": True}}, {"qmv": 1}, []])
+def test_tiles_that_are_never_tried_are_not_used(file, wrong):
+    tiles.keep(wrong)
+    assert chosen()[0] == {}
 
 
 def test_a_plan_takes_no_argument_by_name():

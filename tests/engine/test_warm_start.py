@@ -134,7 +134,7 @@ def test_several_ranks_have_none(mode, monkeypatch):
     def loaded(weights, setup, *_):
         raise Reached(setup.warm_start)
 
-    agreed = SimpleNamespace(plan=None, tiles=None, loading=lambda nbytes: nullcontext())
+    agreed = SimpleNamespace(plan=None, loading=lambda nbytes: nullcontext())
     ranks = SimpleNamespace(io_mode=lambda asked, weights: asked, meet=lambda *given: agreed)
     monkeypatch.setattr(importlib.import_module("moeflux_mlx.engine.engine"), "_loaded", loaded)
     with pytest.raises(Reached, match="^off$"):

@@ -51,7 +51,7 @@ WAYS = ["native", "operations"]
 def test_every_span_and_block_matches_hugging_face(family, sizes, computing):
     span, block = sizes
     tokens, want = prompt(family)
-    model = model_of(family, span=span, prefill_step_size=block)
+    model = model_of(family, set={"span": span}, prefill_step_size=block)
     cache = model.make_cache()
     parts = [model(tokens[None, start : start + span], cache)[0] for start in range(0, len(tokens), span)]
     assert np.abs(np.array(mx.concatenate(parts)) - want).max() < TOLERANCE
@@ -99,7 +99,7 @@ def test_same_bits_wherever_experts_are(family, sizes, computing):
     tokens, _ = prompt(family)
     results = []
     for options in MODES.values():
-        model = model_of(family, span=span, prefill_step_size=block, **options)
+        model = model_of(family, set={"span": span}, prefill_step_size=block, **options)
         cache = model.make_cache()
         results.append(bits(absorbed(Prefill(model, cache, tokens)), cache))
         model.experts.close()
@@ -126,7 +126,7 @@ def stopping(at):
 @pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3"])
 def test_a_span_stopped_anywhere_goes_on_with_the_same_bits(family, options):
     tokens, _ = prompt(family)
-    model = model_of(family, span=25, prefill_step_size=8, **options)
+    model = model_of(family, set={"span": 25}, prefill_step_size=8, **options)
     reports, cache = [], model.make_cache()
     whole = Prefill(model, cache, tokens, keep=[3, 20, 30])
     wanted, kept = bits(absorbed(whole, lambda done, total: reports.append(done)), cache), whole.kept
@@ -146,7 +146,7 @@ def test_a_span_stopped_anywhere_goes_on_with_the_same_bits(family, options):
 @pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3"])
 def test_a_span_that_is_dropped_leaves_the_caches_where_it_began(family):
     tokens, _ = prompt(family)
-    model = model_of(family, span=15, prefill_step_size=4)
+    model = model_of(family, set={"span": 15}, prefill_step_size=4)
     reports = []
     absorbed(Prefill(model, model.make_cache(), tokens[10:]), lambda done, total: reports.append(done))
     for at in range(1, len(reports) + 1, 4):
@@ -220,7 +220,7 @@ def test_a_call_that_fails_leaves_the_caches_as_they_were(monkeypatch):
 
 def test_states_on_the_way_are_those_of_a_shorter_text():
     tokens, _ = prompt("qwen3_next")
-    model = model_of("qwen3_next", span=64, prefill_step_size=8)
+    model = model_of("qwen3_next", set={"span": 64}, prefill_step_size=8)
     keep = [1, 8, 13, 39, 40]
     prefill = Prefill(model, model.make_cache(), tokens[:40], keep=keep)
     absorbed(prefill)

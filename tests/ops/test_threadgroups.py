@@ -5,7 +5,6 @@ import random
 import re
 import sys
 from argparse import Namespace
-from itertools import islice
 
 import goldens
 import mlx.core as mx
@@ -94,14 +93,13 @@ def layers(monkeypatch, shapes, tiles=CODE):
     """Makes one layer of each kind, and the head, launch their kernels for one token, a few tokens and a prompt."""
     for name in ("eval", "async_eval"):  # large models stay graphs that are not computed
         monkeypatch.setattr(mx, name, lambda *arrays: None)
-    kinds = islice(tuning.layers(shapes), len(tuning.kinds(shapes)))
-    for part in (*kinds, tuning.head(shapes)):
+    for part in (*(tuning.layer(shapes, i) for i in tuning.kinds_of(shapes)), tuning.head(shapes)):
         for tokens in (1, 512, 4):
             with using(tiles):
                 part(mx.random.normal((1, tokens, shapes.args.hidden_size)).astype(shapes.dtype))
     for ways in (tiles, Tiles({"prompt_experts": {"kernel": 1}})):
         with using(ways):
-            tuning.PromptWork(shapes).run()
+            tuning.prompt_work(shapes).run()
 
 
 @pytest.mark.parametrize("name", [*variants(), *goldens.families()])

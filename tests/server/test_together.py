@@ -200,8 +200,9 @@ def check(bench, asks):
     assert all(not pool.is_leased for pool in getattr(bench.engine.experts, "pools", []))
 
 
+READ = {"expert_io": "pread", "expert_cache_bytes": 1, "set": {"span": 512}}
 BENCHES = {
-    "read": lambda: open_engine(tiny_directory("qwen3_moe"), expert_io="pread", expert_cache_bytes=1, span=512),
+    "read": lambda: open_engine(tiny_directory("qwen3_moe"), **READ),
     "recurrent": lambda: open_engine(tiny_directory("qwen3_5_moe"), prefill_step_size=8),
 }
 
@@ -230,7 +231,7 @@ def test_all_at_once(bench):
 def test_a_failed_read_ends_those_that_chose_the_expert(tmp_path):
     """Other requests of the step do not end. A lone request fails if and only if the same one fails among others."""
     directory = shutil.copytree(tiny_directory("qwen3_moe"), tmp_path / "model")
-    bench = Bench(open_engine(directory, expert_io="pread", expert_cache_bytes=1, span=512))
+    bench = Bench(open_engine(directory, **READ))
     file = directory / "packed_experts" / "layer_01.bin"
     os.truncate(file, file.stat().st_size * 15 // 16)  # the last of 16 experts
     bench.engine.experts.invalidate()
@@ -244,7 +245,7 @@ def test_a_failed_read_ends_those_that_chose_the_expert(tmp_path):
 
 def test_what_each_request_asked_for_is_counted(tmp_path):
     """The experts are the same alone and among others. A record that several requests read is counted once."""
-    engine = open_engine(tiny_directory("qwen3_moe"), expert_io="pread", expert_cache_bytes=1, span=512, prefetch="off")
+    engine = open_engine(tiny_directory("qwen3_moe"), prefetch="off", **READ)
     bench = Bench(engine, decode_share=0)  # all prompts come first, so that answers share steps
     asks = [Ask(3 + n, 5, None, 0, None, "a") for n in range(4)]
     layers, stats = len(engine.model.args.moe_layers), engine.experts.stats
@@ -261,7 +262,7 @@ def test_what_each_request_asked_for_is_counted(tmp_path):
 
 def test_an_expert_is_put_down_to_whoever_asked_for_it():
     """Experts that a client requests alone are those that it requested last among others."""
-    engine = open_engine(tiny_directory("qwen3_moe"), expert_io="pread", expert_cache_bytes=1, span=512)
+    engine = open_engine(tiny_directory("qwen3_moe"), **READ)
     bench, asks = Bench(engine), [Ask(1, 4, None, 0, None, client) for client in "ab"]
 
     def last_askers(run):

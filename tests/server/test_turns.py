@@ -26,14 +26,14 @@ def ask(live, messages, **more):
 @pytest.fixture(scope="module")
 def alone():
     """Returns each answer of a server that has received nothing else."""
-    with Live(lambda: demo_engine(span=512, prefill_step_size=64), sessions=1) as live:
+    with Live(lambda: demo_engine(set={"span": 512}, prefill_step_size=64), sessions=1) as live:
         return ask(live, SHORT)[0], ask(live, LONG)[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"expert_io": "pread", "expert_cache_bytes": 1}])
 def test_a_short_prompt_in_the_middle_of_a_long_one(alone, options):
     """The short prompt goes first, and its answer continues while the rest of the long prompt is computed."""
-    with Live(lambda: demo_engine(span=512, prefill_step_size=64, **options)) as live:
+    with Live(lambda: demo_engine(set={"span": 512}, prefill_step_size=64, **options)) as live:
         answers = []
         long = threading.Thread(target=lambda: answers.append(("long", ask(live, LONG)[0])))
         long.start()
@@ -92,7 +92,7 @@ def test_a_conversation_that_cannot_be_kept_ends_no_other(alone, capfd):
 
 def test_a_client_that_comes_back_goes_on(alone):
     """What an abandoned request has computed is not computed again, and the answer is the same."""
-    with Live(lambda: demo_engine(span=128, prefill_step_size=64)) as live:
+    with Live(lambda: demo_engine(set={"span": 128}, prefill_step_size=64)) as live:
         look = live.worker.look
 
         def look_and_leave():

@@ -37,7 +37,7 @@ class Pair:
         path = tiny_directory(family)
         self.tokenizer = load_tokenizer(path)
         exchanges = [Exchange(meeting.member(rank)) for rank in range(2)]
-        self.models = [ranked(family, exchange, Owners((1, 1)), span=16) for exchange in exchanges]
+        self.models = [ranked(family, exchange, Owners((1, 1)), set={"span": 16}) for exchange in exchanges]
         self.said, self.ends = [], []
         self.follower = Follower(self.models[1], self.tokenizer, exchanges[1], self.said.append)
         self.lead = Lead(exchanges[0], self.ends.append)
@@ -115,7 +115,7 @@ ACTIONS = st.one_of(
 @given(actions=st.lists(ACTIONS, min_size=1, max_size=6))
 def test_caches_are_the_same_whatever_happens(family, actions):
     with Pair(family) as pair:
-        alone = Session(load_model(tiny_directory(family), dtype=mx.float32, span=16), pair.tokenizer)
+        alone = Session(load_model(tiny_directory(family), dtype=mx.float32, set={"span": 16}), pair.tokenizer)
         session = pair.session()
         for name, number, more in actions:
             if name == "answer":
@@ -141,7 +141,7 @@ def test_a_prompt_that_was_stopped_continues():
         session, prompt = pair.session(), prompt_of(48)
         answer(session, prompt, stop_at=20)
         assert session.points.set_aside > 0 and pair.follower.sessions[session.number].half is not None
-        alone = Session(load_model(tiny_directory("qwen3_moe"), dtype=mx.float32, span=16), pair.tokenizer)
+        alone = Session(load_model(tiny_directory("qwen3_moe"), dtype=mx.float32, set={"span": 16}), pair.tokenizer)
         assert answer(session, prompt) == answer(alone, prompt)
 
 

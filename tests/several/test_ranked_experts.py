@@ -121,8 +121,8 @@ def test_the_bits_of_one_process(family, shares):
 
 def test_several_spans():
     family = "qwen3_5_moe"
-    alone = logits_of(load_model(tiny_directory(family), dtype=mx.float32, span=16), (100,))
-    work = lambda rank, exchange: logits_of(ranked(family, exchange, Owners((1, 1)), span=16), (100,))  # noqa: E731
+    alone = logits_of(load_model(tiny_directory(family), dtype=mx.float32, set={"span": 16}), (100,))
+    work = lambda rank, exchange: logits_of(ranked(family, exchange, Owners((1, 1)), set={"span": 16}), (100,))  # noqa: E731
     assert together(2, work) == [alone] * 2
 
 

@@ -74,9 +74,9 @@ def digest_alone(path, lengths, **options):
 )
 def test_the_bits_of_one_process(tmp_path, family, options):
     path, file = tiny_directory(family), ring(tmp_path, len(options))
-    options = [{**one, "span": 32} for one in options]
+    options = [{**one, "set": {"span": 32}} for one in options]
     ranks = [started(file, rank, "-c", WORK, path, options[rank], LENGTHS) for rank in range(len(options))]
-    expected = digest_alone(path, LENGTHS, span=32)
+    expected = digest_alone(path, LENGTHS, set={"span": 32})
     for code, out, err in ended(ranks):
         assert (code, out) == (0, expected), err
 
@@ -87,8 +87,8 @@ needs_mpi = pytest.mark.skipif(MPIRUN is None, reason="no MPI is installed: pip 
 @needs_mpi
 def test_the_bits_of_one_process_over_mpi():
     path, lengths = tiny_directory("qwen3_moe"), LENGTHS[:2]
-    code, out, err = by_mpi(2, "-c", WORK, path, {"span": 32}, lengths)
-    assert (code, out) == (0, 2 * digest_alone(path, lengths, span=32)), err
+    code, out, err = by_mpi(2, "-c", WORK, path, {"set": {"span": 32}}, lengths)
+    assert (code, out) == (0, 2 * digest_alone(path, lengths, set={"span": 32})), err
 
 
 def full(*values):
@@ -190,7 +190,7 @@ def test_a_difference_is_reported_by_all(tmp_path, model, options, said):
 @pytest.mark.full
 def test_another_rounding_is_refused(tmp_path, model):
     plain = ("generate", "-m", "12", "--prompt", PROMPT, "--model", model)
-    for code, out, err in together(tmp_path, 2, *plain, options=[(), ("--cpu-activations", "16")]):
+    for code, out, err in together(tmp_path, 2, *plain, options=[(), ("--set", "cpu_activations=16")]):
         assert code == 1 and out == "" and "rank 1 has another rounding than rank 0; give all" in err
 
 

@@ -68,10 +68,10 @@ class Company:
     def io_mode(self, asked, weights):
         return asked
 
-    def meet(self, weights, planner, dtype, bits, tiles):
+    def meet(self, weights, planner, dtype, bits):
         experts = lambda source, prefetch: RoutedExperts(source, prefetch)  # noqa: E731
         planned = planner.plan()
-        return SimpleNamespace(plan=planned, tiles=tiles, experts=experts, loading=lambda nbytes: nullcontext())
+        return SimpleNamespace(plan=planned, experts=experts, loading=lambda nbytes: nullcontext())
 
 
 def test_several_ranks_read_no_images_and_plan_none():

@@ -20,7 +20,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _FINISH = {"stop": "stop", "stop_sequence": "stop", "length": "length", "tool_calls": "tool_calls"}
 
 
-def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
+def read(body: JsonObject) -> Request:
     """The request that a body makes."""
     check(body)
     body, images = without_images(body, "messages")
@@ -31,7 +31,7 @@ def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
     return Request(
         api="chat",
         model=fields.text("model") or "",
-        messages=_messages(fields, keep_agent_headers),
+        messages=_messages(fields),
         tools=offered,
         tool_choice=choice,
         parallel_tool_calls=fields.flag("parallel_tool_calls", True),
@@ -61,17 +61,17 @@ def _tool(item: Body) -> tools.Tool:
     return tools.tool(item.object("function") or item)
 
 
-def _messages(fields: Body, keep_agent_headers: bool) -> list[Message]:
-    messages = [_message(item, keep_agent_headers) for item in fields.objects("messages")]
+def _messages(fields: Body) -> list[Message]:
+    messages = [_message(item) for item in fields.objects("messages")]
     if not messages:
         raise fields.wrong("messages", "at least one message")
     return conversation.paired(messages, "messages")
 
 
-def _message(item: Body, keep_agent_headers: bool) -> Message:
+def _message(item: Body) -> Message:
     role = item.required_text("role")
     if role in ("system", "developer"):
-        text = conversation.system_text(texts(item, "content"), keep_agent_headers)
+        text = conversation.system_text(texts(item, "content"))
         return {"role": "system", "content": text}
     if role == "user":
         return {"role": "user", "content": joined(item, "content")}

@@ -15,7 +15,7 @@ from .sse import DONE, encode
 error = openai_error
 
 
-def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
+def read(body: JsonObject) -> Request:
     """The request of a body; a prompt is used unchanged, including lines that agents put into it."""
     check(body)
     fields = Body(body)

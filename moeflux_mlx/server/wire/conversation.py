@@ -15,11 +15,10 @@ _BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n*")
 _TOTAL_TOKENS = re.compile(r"\n{0,2}<total_tokens>\d+ tokens left</total_tokens>")
 
 
-def system_text(texts: Iterable[str], keep_agent_headers: bool) -> str:
+def system_text(texts: Iterable[str]) -> str:
     """The texts of a system message joined, without the lines that change at each request."""
-    if not keep_agent_headers:
-        texts = [_TOTAL_TOKENS.sub("", _BILLING.sub("", text)) for text in texts]
-    return "\n".join(text for text in texts if text)
+    kept = [_TOTAL_TOKENS.sub("", _BILLING.sub("", text)) for text in texts]
+    return "\n".join(text for text in kept if text)
 
 
 def assistant(text: str, reasoning: str | None = None, calls: list[Message] | None = None) -> Message:

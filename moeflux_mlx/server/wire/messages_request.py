@@ -17,7 +17,7 @@ MOST_NAMED = 8  # tools, in the message that refuses them
 _DROPPED = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload")
 
 
-def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
+def read(body: JsonObject) -> Request:
     """The request that a body makes, also one for count_tokens."""
     check(body)
     body, images = without_images(body, "messages")
@@ -29,7 +29,7 @@ def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
     return Request(
         api="messages",
         model=fields.text("model") or "",
-        messages=_messages(fields, keep_agent_headers),
+        messages=_messages(fields),
         tools=offered,
         tool_choice=choice,
         parallel_tool_calls=not (picked and picked.flag("disable_parallel_tool_use")),
@@ -71,27 +71,27 @@ def _tools(fields: Body) -> list[tools.Tool]:
     return [tools.tool(item, "input_schema") for item in items]
 
 
-def _messages(fields: Body, keep_agent_headers: bool) -> list[Message]:
-    system = conversation.system_text(texts(fields, "system"), keep_agent_headers)
+def _messages(fields: Body) -> list[Message]:
+    system = conversation.system_text(texts(fields, "system"))
     messages = [{"role": "system", "content": system}] if system else []
     items = list(fields.objects("messages"))
     if not items:
         raise fields.wrong("messages", "at least one message")
     for item in items:
-        messages += _message(item, keep_agent_headers)
+        messages += _message(item)
     if not messages:
         raise BadRequestError("messages hold nothing that a model can read; send a text", "messages")
     return conversation.paired(messages, "messages")
 
 
-def _message(item: Body, keep_agent_headers: bool) -> list[Message]:
+def _message(item: Body) -> list[Message]:
     role = item.required_text("role")
     if role == "user":
         return _User().messages(item)
     if role == "assistant":
         return _Assistant().messages(item)
     if role in ("system", "developer"):
-        text = conversation.system_text(texts(item, "content"), keep_agent_headers)
+        text = conversation.system_text(texts(item, "content"))
         return [{"role": "system", "content": text}] if text else []
     raise item.wrong("role", "user, assistant or system")
 

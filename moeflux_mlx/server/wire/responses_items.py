@@ -24,7 +24,7 @@ class StoredResponses:
     def __init__(self) -> None:
         self._items: Latest[str, Item] = Latest()
 
-    def read(self, body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
+    def read(self, body: JsonObject) -> Request:
         """The request that a body makes.
 
         Raises:
@@ -33,7 +33,7 @@ class StoredResponses:
         said, named = body.get("input"), set[str]()
         if isinstance(said, list):
             body = {**body, "input": [self._item(item, f"input[{n}]", named) for n, item in enumerate(said)]}
-        return responses.read(body, keep_agent_headers=keep_agent_headers)
+        return responses.read(body)
 
     def stream(self, request: Request, ids: Ids) -> responses.ResponseReply:
         return responses.ResponseReply(request, ids, self._keep if request.extra["store"] else None)

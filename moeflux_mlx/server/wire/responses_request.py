@@ -17,7 +17,7 @@ _KEPT = "this server keeps no responses; send the whole conversation as input"
 _SEAL = "moeflux:"
 
 
-def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
+def read(body: JsonObject) -> Request:
     """The request that a body makes."""
     check(body)
     body, images = without_images(body, "input")
@@ -34,7 +34,7 @@ def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
     return Request(
         api="responses",
         model=fields.text("model") or "",
-        messages=_messages(fields, keep_agent_headers),
+        messages=_messages(fields),
         tools=left,
         tool_choice=choice,
         parallel_tool_calls=fields.flag("parallel_tool_calls", True),
@@ -108,13 +108,13 @@ def _choice(fields: Body) -> tools.ToolChoice:
     return tools.choice(fields)
 
 
-def _messages(fields: Body, keep_agent_headers: bool) -> list[Message]:
-    first = conversation.system_text(texts(fields, "instructions"), keep_agent_headers)
+def _messages(fields: Body) -> list[Message]:
+    first = conversation.system_text(texts(fields, "instructions"))
     messages = [{"role": "system", "content": first}] if first else []
     value = fields.get("input")
     if isinstance(value, str) and value:
         return [*messages, {"role": "user", "content": value}]
-    turns = _Turns(keep_agent_headers)
+    turns = _Turns()
     for item in fields.objects("input"):
         turns.add(item)
     if not turns.done(messages) and not (first and isinstance(value, list)):  # instructions alone can be answered
@@ -125,8 +125,7 @@ def _messages(fields: Body, keep_agent_headers: bool) -> list[Message]:
 class _Turns:
     """Joins items to turns: consecutive thoughts, texts and calls of the model become one message."""
 
-    def __init__(self, keep_agent_headers: bool):
-        self._keep = keep_agent_headers
+    def __init__(self) -> None:
         self._messages: list[Message] = []
         self._thoughts: list[str] = []
         self._passed_over: set[str | None] = set()  # ids of calls
@@ -159,7 +158,7 @@ class _Turns:
             turn, text = self._turn(), joined(item, "content")
             turn["content"] = "\n".join(part for part in (turn["content"], text) if part)
         elif role in ("system", "developer"):
-            text = conversation.system_text(texts(item, "content"), self._keep)
+            text = conversation.system_text(texts(item, "content"))
             self._messages.append({"role": "system", "content": text})
         elif role == "user":
             self._messages.append({"role": "user", "content": joined(item, "content")})

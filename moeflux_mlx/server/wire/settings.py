@@ -1,12 +1,13 @@
 """Reads a request's settings: sampling, limits, reasoning, structure. Most are spelled alike in all APIs."""
 
+import json
 from collections.abc import Sequence
 
 from ...errors import BadRequestError
 from ...files import JsonDict, JsonObject
+from ...foreign import UNSERVED
 from ...text.switches import LADDER
 from ..request import Sampling
-from . import unserved
 from .fields import LARGEST, Body, wrong
 
 # Variables that the server itself gives to a template, or that would replace them.
@@ -24,7 +25,7 @@ LEAST_TOP_P = 1e-6
 
 
 def sampling(body: Body, top_logprobs: int | None = None) -> Sampling:
-    unserved.refuse(body)
+    _refuse_unserved(body)
     repetition = _repetition_penalty(body, "repetition_penalty")
     top_k = body.integer("top_k", -1)
     seed = body.integer("seed", -(2**63), 2**64 - 1)
@@ -43,6 +44,15 @@ def sampling(body: Body, top_logprobs: int | None = None) -> Sampling:
         xtc_threshold=_xtc_threshold(body),
         **_context_sizes(body),
     )
+
+
+def _refuse_unserved(body: Body) -> None:
+    """Raises BadRequestError: a field asks for something that this server does not do."""
+    for reason, fields in UNSERVED.items():
+        for name, neutral in fields.items():
+            value = body.get(name)
+            if value is not None and value not in neutral:
+                raise body.wrong(name, f"{json.dumps(neutral[0])}: {reason}")
 
 
 def _repetition_penalty(body: Body, name: str) -> float | None:
