@@ -96,6 +96,7 @@ def note_idle_options(options: argparse.Namespace, mode: IoMode) -> None:
         "without --prompt-cache-dir": [] if getattr(options, "prompt_cache_dir", None) else ["--prompt-cache-gb"],
         "with --no-vision": ["--image-tokens"] if "--no-vision" in given else [],
         "where MLX computes": [] if computes_natively(dtype) else ["--cpu-activations"],
+        "without a Mac's GPU": [] if name() == "metal" else ["--wired"],
         "where no GPU computes": [] if has_kernels() else ["--tiles", "--keep-warm"],
         "where --model is a directory": ["--revision", "--yes"] if is_local else [],
     }

@@ -15,6 +15,7 @@ from ..engine.keep_warm import MODES as KEEP_WARM
 from ..engine.kv_bits import KV_BITS
 from ..engine.load_settings import LoadSettings
 from ..engine.warm_start import MODES as WARM_START
+from ..engine.wired import MODES as WIRED
 from ..errors import RequestError
 from ..files import JsonDict, user_path
 from ..ops.native import ACTIVATIONS
@@ -101,6 +102,7 @@ def add_model_options(
         help="whether experts are read ahead (%(default)s)",
     )
     add_keep_warm(add)
+    add_wired(add)
     if answers:
         add(
             "--warm-start",
@@ -153,6 +155,16 @@ def add_keep_warm(add: Adder) -> None:
         default="auto",
         help="keep the GPU's clock up with tiny launches while a token waits for the disk, which changes only the "
         "speed; auto: on a Mac on mains, if measured to be faster (%(default)s)",
+    )
+
+
+def add_wired(add: Adder) -> None:
+    add(
+        "--wired",
+        choices=WIRED,
+        default="pool",
+        help="what a Mac keeps resident for its GPU: pool: weights and experts; all: also caches and temporaries, with "
+        "which some versions of macOS restart; off: nothing, slower if experts are streamed (%(default)s)",
     )
 
 

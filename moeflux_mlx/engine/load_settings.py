@@ -19,6 +19,7 @@ from .company import Company
 from .demand import Demand
 from .keep_warm import MODES as KEEP_WARM
 from .warm_start import MODES as WARM_START
+from .wired import MODES as WIRED
 
 PREFETCH = {"auto": "lookahead", "off": "off"}
 COUNTS = ("context", "span", "prefill_step_size", "expert_cache_bytes")
@@ -59,9 +60,11 @@ class LoadSettings:
     vision: bool = True
     image_tokens: int = IMAGE_ROWS
     ranks: Company | None = None
+    wired: str = "pool"
 
     def __post_init__(self) -> None:
-        for name, modes in (("prefetch", PREFETCH), ("keep_warm", KEEP_WARM), ("warm_start", WARM_START)):
+        named = ("prefetch", PREFETCH), ("keep_warm", KEEP_WARM), ("warm_start", WARM_START), ("wired", WIRED)
+        for name, modes in named:
             if (mode := getattr(self, name)) not in modes:
                 raise RequestError(f"{name} {mode!r} is not one of {', '.join(modes)}")
         for name in COUNTS:
@@ -110,5 +113,6 @@ class LoadSettings:
             expert_cache_bytes=self.expert_cache_bytes,
             host_bytes=self.host_bytes,
             in_place=in_place,
+            wired=self.wired,
         )
         return demand if vision is None else demand.with_vision(vision, dtype, checked_rows(self.image_tokens))

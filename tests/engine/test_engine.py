@@ -40,6 +40,7 @@ DEFAULTS = {
     "shards_in": (),
     "tokenizer": None,
     "ranks": None,
+    "wired": "pool",
     "vision": True,
     "image_tokens": 1024,
 }
