@@ -118,7 +118,7 @@ def plausible(rate: float, drives: int = 1) -> float:
     """
     if rate > FASTEST_DISK * drives:
         raise ExpertIOError(
-            f"the files were read at {rate / 1e9:.1f} GB/s, from the cache and not from the disk (a drive reads at most "
-            f"{FASTEST_DISK / 1e9:.0f}); empty the cache, on a Mac with `sudo purge`, and measure again"
+            f"the files were read at {rate / 1e9:.1f} GB/s, from the cache and not from the disk (a drive reads at "
+            f"most {FASTEST_DISK / 1e9:.0f}); empty the cache, on a Mac with `sudo purge`, and measure again"
         )
     return rate

@@ -1,4 +1,4 @@
-"""The system's cache of files: what is in it would be read instead of the disk. Its form for macOS has not run there."""
+"""The system's cache of files: what is in it would be read instead of the disk. The way of macOS has not run there."""
 
 import contextlib
 import ctypes

@@ -13,6 +13,14 @@ class Machine:
         self.now, self.done = 1000.0, []
         for name in ("rest", "wake"):
             monkeypatch.setattr(idle, name, lambda name=name: self.done.append(name))
+        monkeypatch.setattr(idle, "Awake", lambda: self)
+        self.is_awake = False
+
+    def __enter__(self):
+        self.is_awake = True
+
+    def __exit__(self, *_):
+        self.is_awake = False
 
     def __call__(self):
         return self.now
@@ -25,7 +33,11 @@ def machine(monkeypatch):
 
 def test_memory_is_let_go_after_minutes_without_a_request(machine):
     server = Idle(machine)
+    server.end()
+    machine.done.clear()
+    assert machine.is_awake
     assert server.patience(None) == REST_SECONDS and server.patience(1.0) == 1.0
+    assert not machine.is_awake, "while nothing is computed, the machine may sleep"
     server.look()
     assert not machine.done
     machine.now += REST_SECONDS - 1
@@ -35,7 +47,8 @@ def test_memory_is_let_go_after_minutes_without_a_request(machine):
     server.look()
     assert machine.done == ["rest"] and server.patience(None) is None and server.patience(2.0) == 2.0
     server.end()
-    assert machine.done == ["rest", "wake"] and server.patience(None) == REST_SECONDS
+    assert machine.done == ["rest", "wake"] and machine.is_awake
+    assert server.patience(None) == REST_SECONDS and not machine.is_awake
 
 
 def test_a_clock_that_jumps_does_no_harm(machine):
