@@ -2,8 +2,8 @@
 template <int BITS, int LOWEST>
 inline float block_nearest(float x) {
   const int exponent = metal::max(int(as_type<uint>(x) >> 23 & 0xFF), 127 + LOWEST) - BITS;
-  const float step = as_type<float>(uint(exponent) << 23);
-  return metal::rint(x / step) * step;
+  const float step = as_type<float>(uint(exponent) << 23), inverse = as_type<float>(uint(254 - exponent) << 23);
+  return metal::rint(x * inverse) * step;
 }
 
 // The least power of two that is not below a positive x.

@@ -12,9 +12,10 @@
     most = metal::fmax(most, simd_shuffle_xor(most, ushort(o)));
   }
   most = metal::fmax(most, LEAST);
-  const float scale = NESTED ? block_nearest<3, -6>(metal::fmin(most / LARGEST, 448.0f)) : block_power(most * INVERSE);
+  const float scale = NESTED ? block_nearest<3, -6>(metal::fmin(metal::precise::divide(most, LARGEST), 448.0f))
+                             : block_power(most * INVERSE);
   if (i < N) {
-    const float code = metal::fmax(metal::fmin(v / scale, LARGEST), -LARGEST);
+    const float code = metal::fmax(metal::fmin(metal::precise::divide(v, scale), LARGEST), -LARGEST);
     y[i] = X(block_nearest<BITS, LOWEST>(code) * scale);
   } else if (i < ALL) {
     y[i] = x[i];

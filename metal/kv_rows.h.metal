@@ -90,7 +90,8 @@ inline void kv_round(P x, device uint8_t* row, bool keeps, uint lane) {
       largest = metal::fmax(largest, metal::fabs(x[i]));
     }
     largest = simd_max(largest);
-    const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f, scale = largest * (1.0f / 127.0f);
+    const float inverse = largest > 1e-30f ? metal::precise::divide(127.0f, largest) : 0.0f;
+    const float scale = largest * (1.0f / 127.0f);
     for (uint i = at + lane; i < at + GROUP; i += 32) {
       const uint code = uint(metal::rint(x[i] * inverse) + 128.0f);
       x[i] = float(X(kv_decode(code, scale)));

@@ -17,6 +17,7 @@ from .cli.interrupts import INTERRUPTED
 from .cli.options import Adder, add_shared
 from .cli.planning import reading_line
 from .cli.terminal import agree, note
+from .engine.awake import Awake
 from .engine.machine import default_dtype
 from .engine.remote import is_remote
 from .engine.weights import open_weights
@@ -88,7 +89,8 @@ def run(options: argparse.Namespace) -> int:
         if quant_of(options.hf_path)[1] is not None and is_remote(options.hf_path):
             # whole, since each expert lies in several tensors
             options.hf_path, options.revision = str(downloaded(options.hf_path, options.revision, yes=True)), None
-        report = _convert(options)
+        with Awake():
+            report = _convert(options)
     except KeyboardInterrupt:
         note("interrupted; run the same command again to resume")
         return INTERRUPTED

@@ -12,7 +12,7 @@ from .cli.run import Parser, execute  # first: where MLX is missing, it says so
 # isort: split
 import mlx.core as mx
 
-from .cli import reporting
+from .cli import reporting, soak
 from .cli.diagnosis import (
     disk_rate,
     hub_folder,
@@ -26,6 +26,7 @@ from .cli.opening import shapes_of
 from .cli.options import add_variant
 from .engine.launches import TOKENS, PartLaunches, launches_of
 from .engine.machine import default_dtype, machine_figures
+from .engine.wired import MODES as WIRED
 from .errors import MoefluxError, RequestError
 from .installation import install_command, reinstall_command
 from .ops import backend, native
@@ -45,10 +46,12 @@ def run(options: argparse.Namespace) -> int:
         raise RequestError("--report and --launches exclude each other; give one of them")
     if options.launches:
         return print_launches(options)
+    if options.soak is not None:
+        return soak.run(options)
     for name in ("model", "variant", "backend"):
         if getattr(options, name) is not None:
             raise RequestError(f"--{name} is for --launches; give both")
-    return print_screen(options) if options.report is None else reporting.run(options)
+    return print_screen(options) if options.report is None else reporting.run(options, {"pools": soak.compared})
 
 
 def print_screen(options: argparse.Namespace) -> int:
@@ -157,9 +160,18 @@ def parser() -> argparse.ArgumentParser:
     which = made.add_mutually_exclusive_group()
     which.add_argument(
         "--model",
-        help="with --launches: directory or Hugging Face repo id (no weights are read); default: demo",
+        help="with --launches or --soak: directory or Hugging Face repo id (no weights are read); default: demo",
     )
     add_variant(which.add_argument, "with --launches: ")
+    made.add_argument(
+        "--soak",
+        type=float,
+        metavar="MINUTES",
+        help="instead, run --model (default: demo) with three clients while the pool of experts is cut and grows, and "
+        f"save what is seen in {soak.FILE}, to send",
+    )
+    made.add_argument("--sleep", action="store_true", help="with --soak on a Mac: then sleep, and go on after waking")
+    made.add_argument("--wired", choices=WIRED, default="pool", help="with --soak: as of the other commands")
     made.add_argument("--backend", choices=BACKENDS, help="with --launches: the backend; default: this machine's")
     return made
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moeflux_mlx.cli.main import COMMANDS, main
+from moeflux_mlx.engine.reach import Mac, Reach
 from moeflux_mlx.families.registry import FAMILIES, GGUF
 from moeflux_mlx.files import read_json
 from moeflux_mlx.spec import family_name, variants
@@ -221,6 +222,26 @@ def test_the_table_of_models_is_what_plan_says(capsys):
         patterns = (r"experts ([\d.]+) GB", r"weights +([\d.]+)", r" 0%: ([\d.]+)", *rates)
         sizes = [round(float(re.search(pattern, said, re.MULTILINE)[1]), 1) for pattern in patterns]
         assert [float(n) for n in re.findall(r"[\d.]+", " ".join([disk, *figures[:2]]))] == sizes, variant
+
+
+MACS = [("M4", 16), ("M4", 32), ("M4 Max", 64), ("M4 Max", 128)]  # of the table's last columns: chip, and GB
+
+
+def shares_of(variant):
+    """Returns the shares of the experts in memory on `MACS`, as the table writes them."""
+    reach = Reach(variant)
+    shares = [reach.share(Mac.of(chip, gigabytes << 30)) for chip, gigabytes in MACS]
+    return ["no" if share is None else "all" if share == 1 else written_share(100 * share) for share in shares]
+
+
+def written_share(percent):
+    return f"{percent:.0f} %" if percent >= 0.95 else f"{percent:.1f} %"
+
+
+def test_the_table_of_models_is_that_of_macs():
+    """By the rule of `plan --chip`: a Mac allows its GPU less memory than Linux allows a process."""
+    rows = table((ROOT / "docs" / "models.md").read_text(encoding="utf-8"))
+    assert {variant: shares_of(variant.strip("`")) for _, variant, *_ in rows} == {row[1]: row[-4:] for row in rows}
 
 
 def test_the_manual_and_the_readme_agree_about_models():

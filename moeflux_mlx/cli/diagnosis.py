@@ -26,6 +26,7 @@ from .planning import measure_disk
 PACKAGES = ("moeflux-mlx", "mlx", "numpy", "huggingface_hub", "mlx-lm")
 MEASURED_FILE = 512 << 20
 EXPERT = Record.make(2048, 512)  # reads of Qwen3.6-35B-A3B's size
+RESIDENT_MACOS = 15
 M5_MACOS, NAX = (26, 2), b"gather_qmm_rhs_nax"
 
 
@@ -43,8 +44,19 @@ def machine_lines(figures: Figures) -> list[str]:
         f"machine   {_processor()}, {os.cpu_count()} CPUs, {ram} of RAM, {platform.platform()}",
         f"versions  Python {platform.python_version()}, {versions}",
         f"runs on   {runs_on()}",
+        *system_lines(platform.mac_ver()[0]),
         *([f"GPU       {mx.device_info().get('device_name', 'unnamed')}"] if mx.default_device() == mx.gpu else []),
         f"memory    {'; '.join(limits)}",
+    ]
+
+
+def system_lines(macos: str) -> list[str]:
+    """A line on a version of macOS on which MLX keeps nothing resident; "" is no Mac."""
+    if not macos or int(macos.split(".")[0]) >= RESIDENT_MACOS:
+        return []
+    return [
+        f"note      macOS {macos}: MLX keeps memory resident for the GPU from macOS {RESIDENT_MACOS} on; before it, "
+        "streamed experts are slow"
     ]
 
 

@@ -98,7 +98,7 @@ def note_idle_options(options: argparse.Namespace, mode: IoMode) -> None:
         "with --no-vision": ["--image-tokens"] if "--no-vision" in given else [],
         "where MLX computes": [] if computes_natively(dtype) else ["--set cpu_activations"],
         "where no GPU computes": [] if has_kernels() else ["--set tiles"],
-        "without an Apple GPU": [] if name() == "metal" else ["--set keep_warm"],
+        "without an Apple GPU": [] if name() == "metal" else ["--wired", "--set keep_warm"],
         "where --model is a directory": ["--revision", "--yes"] if is_local else [],
     }
     for reason, options_of in idle.items():

@@ -14,6 +14,7 @@ from ..engine.heads import DRAFTS
 from ..engine.kv_bits import KV_BITS
 from ..engine.load_settings import TRIALS, LoadSettings
 from ..engine.warm_start import MODES as WARM_START
+from ..engine.wired import MODES as WIRED
 from ..errors import RequestError
 from ..files import JsonDict, user_path
 from ..vision.pixels import IMAGE_ROWS
@@ -136,6 +137,12 @@ SHARED: dict[str, dict[str, OptionValue]] = {
         "default": "auto",
         "help": "whether experts are read ahead (%(default)s)",
     },
+    "--wired": {
+        "choices": WIRED,
+        "default": "pool",
+        "help": "what a Mac keeps resident for its GPU: pool: weights and experts; all: also caches and temporaries, "
+        "with which some versions of macOS restart; off: nothing, slower if experts are streamed (%(default)s)",
+    },
     "--warm-start": {
         "choices": WARM_START,
         "default": "auto",
@@ -200,7 +207,7 @@ def add_model_options(
         add("--model", help=model)
     add_shared(add, *OF_MODELS, *OF_IMAGES, *["--chat-template-config"] * answers)
     add = parser.add_argument_group("memory and expert I/O").add_argument
-    add_shared(add, *OF_MEMORY, "--prefetch", *["--warm-start"] * answers)
+    add_shared(add, *OF_MEMORY, "--prefetch", "--wired", *["--warm-start"] * answers)
     default = (
         "8192, or less if the model or the memory allows only less"
         if pool_share is None

@@ -9,17 +9,20 @@ import numpy as np
 
 from ..engine.machine import Figures, in_gb, machine_figures
 from ..engine.memory_plan import MemoryPlan
+from ..errors import ExpertIOError
 from ..experts.memory import page_aligned
 from ..experts.reader import ExpertReader
 from ..experts.reads import Read
 from ..experts.source import IoMode
 from ..formats.packed import PackedExperts
+from ..formats.page_cache import drop_files
 from ..formats.pieces import ExpertFiles
 from ..formats.record import ExpertLayout
 from ..spec import ModelArgs
 from .options import gigabytes
 
 ASSUMED_DISK = int(5e9)  # bytes per second where none is measured or given, about what drives of Macs read
+FASTEST_DISK = 20e9  # bytes per second; no drive of 2026 reads more, and memory does
 MEASURED_BYTES = 1 << 30
 IN_FLIGHT = 16  # reads queued at once for each drive when it is measured
 
@@ -81,8 +84,12 @@ def reading_line(args: ModelArgs, layout: ExpertLayout, dense: int) -> str:
 
 def measure_disk(files: ExpertFiles) -> float:
     """Bytes per second of reading different experts of all layers in random order, up to a gibibyte: of all drives
-    that hold them together.
+    that hold them together. What the system has of them in its cache is dropped first.
+
+    Raises:
+        ExpertIOError: a file cannot be opened, or was read faster than a disk can be.
     """
+    drop_files(files.sizes)
     layout, reader = files.layout, ExpertReader(files)
     in_flight = IN_FLIGHT * reader.drives
     share = files.share if isinstance(files, PackedExperts) else None
@@ -100,4 +107,18 @@ def measure_disk(files: ExpertFiles) -> float:
     nbytes += sum(read.result() for read in waiting)
     seconds = time.perf_counter() - start
     reader.close()
-    return nbytes / seconds
+    return plausible(nbytes / seconds, reader.drives)
+
+
+def plausible(rate: float, drives: int = 1) -> float:
+    """The rate of reading from so many drives, if it can be theirs.
+
+    Raises:
+        ExpertIOError: it cannot.
+    """
+    if rate > FASTEST_DISK * drives:
+        raise ExpertIOError(
+            f"the files were read at {rate / 1e9:.1f} GB/s, from the cache and not from the disk (a drive reads at "
+            f"most {FASTEST_DISK / 1e9:.0f}); empty the cache, on a Mac with `sudo purge`, and measure again"
+        )
+    return rate

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import cached_property
@@ -70,9 +70,9 @@ WORDS = (
 Finding = tuple[list[str], bool]  # lines, and whether everything is right
 
 
-def run(options: argparse.Namespace) -> int:
-    """Prints the report part by part and keeps what there is in the file, so that a crash loses only its own part.
-    Returns 1 if something is wrong or failed.
+def run(options: argparse.Namespace, more: Mapping[str, Callable[[], Finding]]) -> int:
+    """Prints the report part by part, `more` parts last, and keeps what there is in the file, so that a crash loses
+    only its own part. Returns 1 if something is wrong or failed.
     """
     path, lines, faults = file_to_write("--report", options.report), list[str](), list[str]()
     folder = options.directory and options.directory.absolute()
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
     add(f"moeflux {described()}", f"made by moeflux doctor --report, {time.strftime('%Y-%m-%d')}")
     report = MachineReport(folder)
-    for title, part in report.parts(with_disk=not options.no_disk).items():
+    for title, part in {**report.parts(with_disk=not options.no_disk), **more}.items():
         note(f"{title} ...")
         save(path, [*lines, f"\n{title}: began, and the program ended before it did"])
         said, is_right = outcome(part)

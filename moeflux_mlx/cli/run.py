@@ -64,7 +64,6 @@ def execute(run: Callable[[argparse.Namespace], int], options: argparse.Namespac
 
     Our own errors and warnings become one line each on stderr.
     """
-    set_variables()
     allow_open_files()
     raise_again()
     with warnings.catch_warnings():
@@ -72,6 +71,7 @@ def execute(run: Callable[[argparse.Namespace], int], options: argparse.Namespac
         warnings.showwarning = _show_warning
         try:
             prepare_streams(writes)
+            set_variables()
             with within_limits():
                 code = run(options)
             if writes:

@@ -30,6 +30,7 @@ class Demand:
         head: the part of `resident` that a draft head and its experts take.
         encoding: temporary bytes of encoding an image, before the model computes.
         in_place: whether experts are pieces of a checkpoint or in several directories, so that files cannot be mapped.
+        wired: what may lie in Metal's residency sets, one of `wired.MODES`.
     """
 
     resident: int
@@ -48,6 +49,7 @@ class Demand:
     drafts: int = 0
     head: int = 0
     encoding: int = 0
+    wired: str = "pool"
 
     def with_vision(self, vision: VisionFiles | NoVision, dtype: mx.Dtype, rows: int) -> "Demand":
         """The demand including an image encoder in `dtype`, for images of at most `rows` rows."""

@@ -33,7 +33,7 @@ from ..vision.vision import NoVision, VisionFiles
 from .budget import Planner
 from .company import Agreed, Company, Leading
 from .expert_io import from_environment
-from .expert_source import open_experts
+from .expert_source import open_experts, wire_loaded
 from .heads import ChosenDrafts, choose_drafts, load_head
 from .keep_warm import KeepWarm, keep_warm_of
 from .kernel_cache import compiling
@@ -195,9 +195,10 @@ def _with_others(agreed: Agreed, args: ModelArgs, settings: LoadSettings, nbytes
 
 
 def _seeing(engine: Engine, files: VisionFiles | NoVision, dtype: mx.Dtype, rows: int) -> Engine:
-    """The engine with its image encoder. If the encoder cannot be used, the engine is closed."""
+    """The engine with its image encoder, complete, and wired on Metal. If that is impossible, the engine is closed."""
     try:
         engine.model.vision = files if isinstance(files, NoVision) else files.load(dtype, rows)
+        wire_loaded(engine.experts, engine.plan)
     except BaseException:
         engine.experts.close()
         raise
@@ -291,6 +292,9 @@ def load(settings: LoadSettings) -> tuple[Model, TokenizerWrapper]:
         vision: whether to load an image encoder if the checkpoint has one and the extra `vision` is installed.
         image_tokens: the most tokens of an image; larger images are made smaller. The memory plan includes the encoding
             of such an image.
+        wired: what MLX keeps resident for a Mac's GPU: "pool" (what lasts: weights and experts), "all" (also caches and
+            temporaries, with which some versions of macOS have restarted), or "off" (nothing, which is slow if experts
+            are streamed).
         ranks: this process's place among several that all load the model and then make the same calls.
         set: further settings by name, which measurements need: those of `TrialSettings` in engine/load_settings.py.
 

@@ -16,14 +16,15 @@ from .breath import Breath
 from .memory_plan import MemoryPlan
 from .needs import least_slots
 from .pressure import PACE, PACE_OF_METAL, PoolLimit, host_sources, sources
-from .wired import wire
+from .wired import wire, wire_lasting
 
 
 def open_experts(
     files: ExpertFiles, args: ModelArgs, plan: MemoryPlan, progress: ReadProgress | None = None
 ) -> ExpertLoader:
-    """Opens the source that `plan` requires. On Metal the wired limit is raised first: adopted memory counts."""
-    release = _wire(plan)
+    """Opens the source that `plan` requires. If all of what Metal runs is to be wired, the limit is raised first."""
+    figures, wired = plan.figures, plan.demand.wired
+    release = wire(plan.wired or 0, figures.working_set or 0) if wired == "all" and figures.working_set else _nothing
     try:
         experts: ExpertLoader
         if plan.mode is IoMode.MMAP:
@@ -54,14 +55,27 @@ def open_experts(
     except BaseException:
         release()
         raise
-    forgotten = weakref.finalize(experts, release)
-    forgotten.atexit = False  # MLX's arrays are freed first
-    experts.at_close(forgotten)
+    _at_end(experts, release)
     return experts
 
 
-def _wire(plan: MemoryPlan) -> Callable[[], None]:
-    """Raises MLX's wired limit for the model; the returned function lowers it again."""
-    if plan.wired is None or plan.figures.working_set is None:
-        return lambda: None
-    return wire(plan.wired, plan.figures.working_set)
+def wire_loaded(experts: ExpertLoader, plan: MemoryPlan) -> None:
+    """Wires a model that is loaded, with its whole pool, if what lasts is to be wired on Metal.
+
+    Raises:
+        ExpertIOError: Metal refuses memory without which the pool is too small.
+    """
+    if plan.demand.wired == "pool" and plan.figures.working_set is not None:
+        experts.take_memory()
+        _at_end(experts, wire_lasting(plan.figures.working_set))
+
+
+def _at_end(experts: ExpertLoader, release: Callable[[], None]) -> None:
+    """Calls `release` when the experts are closed or forgotten."""
+    forgotten = weakref.finalize(experts, release)
+    forgotten.atexit = False  # MLX's arrays are freed first
+    experts.at_close(forgotten)
+
+
+def _nothing() -> None:
+    """Nothing was wired."""

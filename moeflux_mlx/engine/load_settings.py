@@ -21,9 +21,10 @@ from .demand import Demand
 from .keep_warm import MODES as KEEP_WARM
 from .tiles import MODES as TILES
 from .warm_start import MODES as WARM_START
+from .wired import MODES as WIRED
 
 PREFETCH = {"auto": "lookahead", "off": "off"}
-MODES = {"prefetch": PREFETCH, "keep_warm": KEEP_WARM, "warm_start": WARM_START, "tiles": TILES}
+MODES = {"prefetch": PREFETCH, "keep_warm": KEEP_WARM, "warm_start": WARM_START, "tiles": TILES, "wired": WIRED}
 COUNTS = ("context", "span", "prefill_step_size", "expert_cache_bytes")
 
 
@@ -107,6 +108,7 @@ class LoadSettings:
     vision: bool = True
     image_tokens: int = IMAGE_ROWS
     ranks: Company | None = None
+    wired: str = "pool"
     set: Mapping[str, int | float | str] | None = None
     trial: TrialSettings = field(init=False)
 
@@ -155,5 +157,6 @@ class LoadSettings:
             expert_cache_bytes=self.expert_cache_bytes,
             host_bytes=self.trial.host_bytes,
             in_place=in_place,
+            wired=self.wired,
         )
         return demand if vision is None else demand.with_vision(vision, dtype, checked_rows(self.image_tokens))

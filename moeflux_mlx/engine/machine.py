@@ -11,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..errors import RequestError
+from ..experts.memory import TWICE
 from ..ops import backend, gpu_time, native
 from .settings import MOST, BufferLimits, gathered, physical_ram_bytes
 
@@ -208,4 +209,4 @@ def used_memory() -> int:
     """Bytes that this process holds, or if the system does not say, those of MLX's arrays."""
     with contextlib.suppress(OSError):  # another system, or no more files may be opened
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    return mx.get_active_memory() + mx.get_cache_memory()
+    return mx.get_active_memory() + mx.get_cache_memory() - sum(TWICE)

@@ -111,12 +111,17 @@ class Reach:
     """
 
     def __init__(self, name: str):
-        self.args = keeping(ModelArgs.from_variant(name), "auto", None)
+        self.name, self.args = name, keeping(ModelArgs.from_variant(name), "auto", None)
         self.layout = ExpertLayout.from_args(self.args)
         with standing_in(backend="metal"):
-            self._launches = _launches(name)
             self._dense = variant_bytes(self.args, DTYPE, of_token=True)
             self._demand = LoadSettings().demand(self.args, variant_bytes(self.args, DTYPE), DTYPE)
+
+    @cached_property
+    def _launches(self) -> dict[str, int]:
+        """Kernels of one token by part, in all of its layers."""
+        with standing_in(backend="metal"):
+            return _launches(self.name)
 
     @property
     def routed(self) -> int:

@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from ..errors import MoefluxWarning
+from ..errors import MoefluxWarning, RequestError
 
 OPERATIONS, WORDS = "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"
+SPINNING = "MLX_METAL_FAST_SYNCH"  # kernels then spin on the GPU until the host writes
 OPEN_FILES = 4096  # of a checkpoint that is used in place, each shard is open, and MLX opens it again
 # MLX counts the elements of whole input arrays, in Mi, and commits above 40 or 50; a layer of experts of a 35B model
 # has 108 Mi words. What a command buffer uses stays in memory until the GPU has done it, so small Macs get a limit. A
@@ -64,8 +65,18 @@ def configure_early(stacklevel: int) -> None:
 
 
 def set_variables() -> bool:
-    """`configure_mlx` without the question whether it comes too late; returns whether a variable was set."""
-    wanted = variables_for(chip(), physical_ram_bytes())
+    """`configure_mlx` without the question whether it comes too late; returns whether a variable was set.
+
+    Raises:
+        RequestError: a variable is set that has stopped GPUs.
+    """
+    here = chip()
+    if here is not None and os.environ.get(SPINNING, "0") != "0":
+        raise RequestError(
+            f"{SPINNING} is {os.environ[SPINNING]}: with it Macs' GPUs have stopped until a restart (mlx#3142, "
+            f"mlx#3830); unset {SPINNING}"
+        )
+    wanted = variables_for(here, physical_ram_bytes())
     missing = wanted.keys() - os.environ.keys()
     os.environ.update({name: str(wanted[name]) for name in missing})
     return bool(missing)

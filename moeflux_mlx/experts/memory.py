@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import mmap
 import sys
+import weakref
 from typing import Any, cast
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ import numpy as np
 from ..errors import ExpertIOError
 
 GIVES_BACK = sys.platform == "linux"  # on other systems MADV_DONTNEED is a hint, and pages stay
+TWICE: list[int] = []  # bytes of each array of `adopt_again` that lives
 PREFERRED_LOCATION, ACCESSED_BY, HOST = 3, 5, -1  # CU_MEM_ADVISE_SET_..., CU_DEVICE_CPU of <cuda.h>
 
 
@@ -61,6 +63,19 @@ def adopted_pages(rows: int, words: int) -> tuple[np.ndarray, mx.array]:
     return memory, adopt(
         memory, "a part of the expert pool", "give a smaller --expert-cache-gb or --context, or end other programs"
     )
+
+
+def adopt_again(rows: np.ndarray) -> mx.array:
+    """Adopted memory as one more array, with a buffer of its own; while it lives, MLX counts the bytes twice (`TWICE`).
+
+    Raises:
+        ExpertIOError: Metal refuses it.
+    """
+    view = rows[:]
+    array = adopt(view, "a second view of a part of the expert pool")
+    TWICE.append(view.nbytes)
+    weakref.finalize(view, TWICE.remove, view.nbytes)
+    return array
 
 
 def staging_memory(rows: int, words: int) -> tuple[np.ndarray, mx.array]:

@@ -6,17 +6,24 @@ remaining records are moved together into the first rows (results.tsv, "pool res
 `Buffers` is memory that Metal has adopted. A buffer can be returned only as a whole, and from macOS 15 on MLX asks for
 the residency of all adopted memory, so its pages are taken even if nobody has touched them. So the memory is several
 buffers: each is adopted when the others are full, and given back alone. MLX frees a buffer with the last array that
-refers to it, so one that is given back in the middle of a wave lives until the wave ends. This has not run on an Apple
-GPU.
+refers to it, so one that is given back in the middle of a wave lives until the wave ends.
+
+MLX puts an allocation into its residency sets when it is made, if the limit leaves room, and commits a set at each
+change. So a pool that was adopted whole (`take_all`) keeps the room of a buffer that is gone: another one that stays is
+adopted a second time, which takes no memory, and is let go just before a buffer comes back. Otherwise temporaries would
+come and go in that room, and the buffer would not find room again. llama.cpp puts buffers that overlap into one set,
+too. Nothing of this has run on an Apple GPU.
 
 Only the pool knows which record is where. It says which places are owned, and it moves records. After an interrupt it
 calls `aim` or `find_free`, which set everything here anew except the list of buffers; that changes in one operation.
 """
 
 import mmap
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from heapq import heappop, heappush
 from math import gcd, prod
 from typing import Any
@@ -27,7 +34,7 @@ import numpy as np
 from ..errors import ExpertIOError
 from ..formats.record import STRIDE_ALIGNMENT, rounded
 from ..ops.records import ROW_BITS, divided
-from .memory import GIVES_BACK, give_back, private_pages
+from .memory import GIVES_BACK, adopt_again, give_back, private_pages
 
 BUFFERS = 8  # of a pool; kernels are always given this many, so that they are compiled once
 # Takes memory for a number of records of so many words: the host's array [rows, words] uint32, and MLX's.
@@ -54,6 +61,13 @@ class Places(ABC):
             ExpertIOError: the device refuses memory without which the pool is too small.
         """
         return heappop(self.free) if self.free else None
+
+    def take_all(self) -> None:  # noqa: B027
+        """Takes all memory from the device now that places may use.
+
+        Raises:
+            ExpertIOError: as `take`.
+        """
 
     def find_free(self, owned: Collection[int]) -> None:
         """Rebuilds the heap: free are the places of `staying` that no record owns."""
@@ -186,6 +200,8 @@ class Buffers(Places):
         self._wanted, self._leaving = count, frozenset[int]()
         self._set_buffers({})
         self.free = []
+        self._keeps_room = False
+        self._rooms: list[tuple[int, mx.array]] = []  # a buffer's number, and the same memory adopted again
 
     def _set_buffers(self, buffers: dict[int, tuple[np.ndarray, mx.array]]) -> None:
         """Replaces the buffers, in one step. In `memory` the first one stands for those that do not exist."""
@@ -200,17 +216,28 @@ class Buffers(Places):
 
     def take(self) -> int | None:
         if not self.free and len(self._buffers) < self._wanted:
-            number = next(number for number in self._numbers if number not in self._buffers)
-            try:
-                buffer = self._adopt(self.rows, self._nbytes // 4)
-            except ExpertIOError:
-                if len(self._buffers) < self._least:
-                    raise
-                self._wanted, self.most = len(self._buffers), len(self._buffers) * self.rows
-                return None
-            self._set_buffers({**self._buffers, number: buffer})
-            self.free = list(self._places(number))
+            self._add()
         return super().take()
+
+    def take_all(self) -> None:
+        self._keeps_room = True
+        while len(self._buffers) < self._wanted:
+            self._add()
+
+    def _add(self) -> None:
+        """Adopts one more buffer; if the device refuses it, the pool keeps those that it has."""
+        number = next(number for number in self._numbers if number not in self._buffers)
+        room = self._rooms.pop() if self._rooms else None
+        del room  # before the new buffer is adopted
+        try:
+            buffer = self._adopt(self.rows, self._nbytes // 4)
+        except ExpertIOError:
+            if len(self._buffers) < self._least:
+                raise
+            self._wanted, self.most = len(self._buffers), len(self._buffers) * self.rows
+            return
+        self._set_buffers({**self._buffers, number: buffer})
+        self.free = sorted([*self.free, *self._places(number)])
 
     def row(self, place: int) -> np.ndarray:
         number, row = divided(place)
@@ -255,8 +282,21 @@ class Buffers(Places):
 
     def release(self, owned: Collection[int]) -> None:
         gone = self._leaving - {divided(place)[0] for place in owned}
+        if self._keeps_room:
+            for number in gone:  # as soon as MLX has freed it
+                weakref.finalize(self._buffers[number][0], self._keep_room).atexit = False
         self._set_buffers({number: buffer for number, buffer in self._buffers.items() if number not in gone})
+        count = len(self._rooms)
+        self._rooms = [one for one in self._rooms if one[0] not in gone]
+        for _ in range(len(self._rooms), count):
+            self._keep_room()
         self.find_free(owned)
+
+    def _keep_room(self) -> None:
+        """Keeps the room of one buffer in MLX's residency sets. Metal may refuse it: then it is left to others."""
+        with suppress(ExpertIOError):
+            for number, (memory, _) in list(self._buffers.items())[:1]:
+                self._rooms.append((number, adopt_again(memory)))
 
     def _places(self, number: int) -> range:
         return range(number << ROW_BITS, (number << ROW_BITS) + self.rows)

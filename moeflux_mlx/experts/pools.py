@@ -73,6 +73,13 @@ class Pools(list[SlotPool]):
         """Bytes of host memory for records that stay there, and for staging beside them."""
         return sum(pool.host_bytes for pool in self)
 
+    def take_memory(self) -> None:
+        """As `ExpertLoader.take_memory`."""
+        for pool in self:
+            if not pool.copied:
+                pool.places.take_all()
+                pool.slots = pool.fit(pool.slots)  # fewer if the device refused a buffer
+
     def queued(self, outputs: Sequence[object]) -> None:
         """As `ExpertLoader.queued`."""
         for pool in self:

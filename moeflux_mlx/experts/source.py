@@ -245,6 +245,13 @@ class ExpertLoader(ABC):
     def relieve(self) -> None:  # noqa: B027
         """Returns memory that the machine is short of, between two parts of a call's work; leased records stay."""
 
+    def take_memory(self) -> None:  # noqa: B027
+        """Takes all memory now that the pool takes from the device otherwise while it fills (Metal).
+
+        Raises:
+            ExpertIOError: the device refuses memory without which the pool is too small.
+        """
+
     def holds(self, layer: int) -> bool:
         """Whether every expert of `layer` is in memory or being read, so that no prediction is needed."""
         return True

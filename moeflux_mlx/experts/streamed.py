@@ -156,6 +156,10 @@ class StreamedExperts(ExpertLoader):
             self._check_open()
             return self.reads.resize(nbytes)
 
+    def take_memory(self) -> None:
+        with self._alone():
+            self.pools.take_memory()
+
     def _breathe(self, tokens: int) -> None:
         """Follows the allowed size: shrinks at once, but does not grow for a small gain."""
         with self._alone():

@@ -20,6 +20,7 @@ from ..cli.remarks import beyond_plan, draft_statistics, expert_statistics, why_
 from ..cli.run import Parser, execute
 from ..cli.sampling import add_sampling_options, sampling
 from ..cli.terminal import Interruption, ProgressLine, note, peak_memory_gb, unsafe_letters
+from ..engine.awake import Awake
 from ..engine.generation import GenerationResponse, within_limit
 from ..engine.prompt import places_of, prompt_with_images, read_images
 from ..engine.session import AnswerOptions, Session
@@ -74,7 +75,7 @@ def stream(
     """Prints the text as it comes, then the statistics, also after Ctrl-C."""
     progress = ProgressLine("prompt")
     last, code, dropped = None, 0, unsafe_letters(sys.stdout)
-    with Interruption(at_once=True) as interruption:
+    with Interruption(at_once=True) as interruption, Awake():
 
         def update(done: int, total: int) -> None:
             progress.update(done, total)

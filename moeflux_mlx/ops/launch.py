@@ -24,6 +24,7 @@ from ..files import directory
 from .stand_ins import stand_ins
 
 SHARED_BYTES = 32768  # bytes of a threadgroup's memory on every GPU
+MOST_ARRAYS = 31  # inputs and outputs that Metal passes to a kernel
 LEAST_ELEMENTS = 8  # MLX passes smaller inputs to Metal as `constant`, which the text does not accept
 NEEDS = "// needs: "  # begins the first line of a text that uses headers
 ALIGNED = 256  # bytes: where each of several arrays in one begins
@@ -351,6 +352,8 @@ class Launch:
 
     def __call__(self, *inputs: Input) -> list[mx.array]:
         arrays, places = placed(inputs, self.kernel.apart)
+        count = len(arrays) + len(self.outputs)
+        assert self.target == "cuda" or count <= MOST_ARRAYS, f"{self.kernel.name} has {count} arrays"
         build = stand_ins().build or built
         call = build(self.kernel, self.target, self.constants, self.threads, places)
         return call(inputs=arrays, **self.arguments)

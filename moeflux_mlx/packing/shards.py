@@ -7,7 +7,6 @@ names, the usual order, these are two neighbours.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import BinaryIO
 from ..errors import ModelFileError
 from ..files import sync, sync_folder
 from ..formats.packed import FOLDER, LAYOUT
+from ..formats.page_cache import drop_cached
 from .journal import Journal
 from .layer_files import LayerFile
 from .resident import TensorFile, array_bytes
@@ -196,7 +196,7 @@ class Scattering:
             for unit, file in files.items():
                 with writing(self.output.path / unit):
                     sync(file.fileno())
-                    _drop_cached(file.fileno())
+                    drop_cached(file.fileno())
             for job, one in zip(jobs, written, strict=True):
                 again = [_digest(data for _, data in job.writes())] if self.verify else []
                 digest = _digest(_spans(files[job.unit.name], one.spans))
@@ -276,11 +276,3 @@ def _spans(file: BinaryIO, spans: Sequence[tuple[int, int]]) -> Iterator[bytes]:
     for offset, length in spans:
         for start in range(offset, offset + length, READ_BYTES):
             yield os.pread(file.fileno(), min(READ_BYTES, offset + length - start), start)
-
-
-def _drop_cached(descriptor: int) -> None:
-    """Drops the file's pages from the cache, so that the next read comes from the disk."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    elif hasattr(fcntl, "F_NOCACHE"):
-        fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)

@@ -22,6 +22,7 @@ from ..experts.stats import Asked
 from ..model.step import MAX_ROWS
 from ..ops.interrupt import stay
 from .admission import Admission
+from .idle import Idle
 from .job import Job
 from .live import Watch
 from .running import CANCELLED, Running, Totals
@@ -106,6 +107,7 @@ class Worker:
         self.state, self.totals, self.watch = WorkerState(), totals, watch
         self._pace = TurnPace(decode_share, totals)
         self._jobs: list[Job] = []
+        self._idle = Idle()
         self._wake = threading.Condition()
         self._stopping = False
         self.sessions: Sessions | None = None
@@ -195,9 +197,11 @@ class Worker:
         """
         with self._wake:
             while not (self.state.running or self._jobs or self._stopping):
-                self._wake.wait(self.watch.patience)
+                self._wake.wait(self._idle.patience(self.watch.patience))
                 if not self._jobs:
                     self.look()
+                    self._idle.look()
+        self._idle.end()
         self._admit()
         return bool(self.state.running)
 

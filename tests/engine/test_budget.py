@@ -21,7 +21,7 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx import plan
 from moeflux_mlx.cli import planning
-from moeflux_mlx.engine import expert_source, needs
+from moeflux_mlx.engine import expert_source, needs, wired
 from moeflux_mlx.engine.breath import Breath
 from moeflux_mlx.engine.budget import Planner, default_context, plan_memory
 from moeflux_mlx.engine.demand import Demand
@@ -37,6 +37,7 @@ from moeflux_mlx.experts import pools
 from moeflux_mlx.experts.memory import page_aligned
 from moeflux_mlx.experts.reader import in_pieces_bytes
 from moeflux_mlx.experts.source import IoMode
+from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.kinds import GatedConnections
@@ -397,7 +398,7 @@ def test_models_share_what_metal_may_wire(monkeypatch):
     monkeypatch.setattr(mx, "set_wired_limit", limits.append)
     monkeypatch.setattr(load, "machine_figures", lambda limit: replace(METAL, working_set=10**9))
     path = tiny_directory("qwen3_moe")
-    first, second = (open_engine(path, dtype=mx.float32, expert_io="pread") for _ in range(2))
+    first, second = (open_engine(path, dtype=mx.float32, expert_io="pread", wired="all") for _ in range(2))
     one = first.plan.wired
     assert limits == [one, 2 * one]
     first.experts.close()
@@ -417,6 +418,22 @@ def test_models_share_what_metal_may_wire(monkeypatch):
     assert limits[2:] == [one + 5] * 2
     for loader in loaders:
         loader.close()
+
+
+@pytest.mark.parametrize("mode", ["pool", "off"])
+def test_a_model_is_wired_once_it_is_in_memory(monkeypatch, mode):
+    """The limit rises a single time: when the weights are there, and the pool has taken its memory."""
+    limits, load = [], importlib.import_module("moeflux_mlx.engine.engine")
+    monkeypatch.setattr(load, "machine_figures", lambda limit: replace(METAL, working_set=10**9))
+    monkeypatch.setattr(StreamedExperts, "take_memory", lambda experts: limits.append("pool"))
+    monkeypatch.setattr(mx, "set_wired_limit", limits.append)
+    engine = open_engine(tiny_directory("qwen3_moe"), dtype=mx.float32, expert_io="pread", wired=mode)
+    assert len(limits) == (2 if mode == "pool" else 0)
+    if limits:
+        weights = sum(one.nbytes for _, one in tree_flatten(engine.model.parameters()))
+        assert limits[0] == "pool" and limits[1] >= weights + wired.SLACK
+    engine.experts.close()
+    assert limits[2:] == ([0] if limits else [])
 
 
 def test_the_pool_is_opened_with_the_figures_of_metal(monkeypatch):

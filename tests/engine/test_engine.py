@@ -34,6 +34,7 @@ DEFAULTS = {
     "tokenizer": None,
     "without_correction_bias": False,
     "ranks": None,
+    "wired": "pool",
     "vision": True,
     "image_tokens": 1024,
     "set": None,

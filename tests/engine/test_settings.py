@@ -226,3 +226,13 @@ def test_a_limit_that_must_not_rise_stays(error, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 10_240))
     monkeypatch.setattr(resource, "setrlimit", refuse)
     settings.allow_open_files()
+
+
+@pytest.mark.parametrize(
+    ("chip", "value", "is_refused"), [("Apple M2", "1", True), ("Apple M2", "0", False), (None, "1", False)]
+)
+def test_a_variable_that_stops_gpus_is_refused_by_name(monkeypatch, capsys, unset, chip, value, is_refused):
+    monkeypatch.setattr(settings, "chip", lambda: chip)
+    monkeypatch.setenv("MLX_METAL_FAST_SYNCH", value)
+    assert execute(lambda options: 0, None) == is_refused
+    assert ("unset MLX_METAL_FAST_SYNCH" in capsys.readouterr().err) is is_refused

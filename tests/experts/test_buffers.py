@@ -155,6 +155,19 @@ def test_a_critical_level_takes_half_at_once_and_then_waits(run):
         assert run.mac.adopted == eighths * run.nbytes // 8
 
 
+@pytest.mark.parametrize("jump", [1e5, -1e5])
+def test_a_clock_that_jumps_does_not_empty_the_pool(run, jump):
+    """As after a night's sleep: at most one step of cutting or growing comes at once."""
+    run.swing(1 / 8)
+    held = run.mac.adopted
+    run.mac.now += jump
+    run.seconds(1, among=True)
+    assert abs(run.mac.adopted - held) <= run.nbytes // 8
+    run.seconds(130)
+    if jump > 0:
+        assert run.mac.adopted == run.nbytes
+
+
 def test_a_limit_of_bytes_is_never_exceeded(run):
     """A share of the records that does not fill its last buffer does not get it, however little is missing."""
     for sixteenths, eighths in [(15.9, 7), (13.9, 6), (9, 4)]:

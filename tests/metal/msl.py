@@ -156,8 +156,12 @@ def translation_unit(text: str) -> str:
     for kind, name, attribute in parameters:
         arguments.append(_argument(kind, attribute, name, buffers))
         buffers += attribute == "buffer"
+    if buffers > launcher.MOST_ARRAYS:
+        raise Failure(f"error: {buffers} arrays; Metal passes at most {launcher.MOST_ARRAYS} to a kernel")
+    addresses = any("uint64_t" in kind for kind, _, _ in parameters)  # numbers that become pointers, as on CUDA
+    defined = "#define CODES_ADDRESSES\n" if addresses else ""
     return (
-        f'#include "msl_host.h"\n#line 1 "generated"\n{host_text(text)}\n#line 1 "trampoline"\n'
+        f'#include "msl_host.h"\n{defined}#line 1 "generated"\n{host_text(text)}\n#line 1 "trampoline"\n'
         'extern "C" __attribute__((visibility("default"), no_sanitize("thread")))\n'
         f"void msl_entry(const ulong* a, const MslThread* t) {{\n  {call}({', '.join(arguments)});\n}}\n"
     )

@@ -13,7 +13,6 @@ typedef int int32_t;             typedef unsigned int uint32_t;   typedef unsign
 typedef long int64_t;            typedef unsigned long uint64_t;  typedef unsigned long ulong;
 typedef __SIZE_TYPE__ size_t;    typedef __PTRDIFF_TYPE__ ptrdiff_t;
 
-#define CODES_ADDRESSES      // as on CUDA
 #define device __local
 #define constant __constant
 #define threadgroup __global

@@ -197,6 +197,18 @@ def test_every_text_says_which_function_it_means(path):
     assert not re.findall(rf"(?<!metal::fast::)(?<!metal::precise::)\b(?:{FUNCTIONS})\(", text)
 
 
+CODES = ["block_round.h.metal", "block_round.metal", "kv_rows.h.metal"]  # texts that round values to codes
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_a_quotient_that_decides_a_code_is_rounded_correctly(name):
+    """Metal's own `/` of floats is not: a value on a tie would get the other code. Sizes are integers."""
+    assert {path.name for path in TEXTS if "rint(" in path.read_text()} <= set(CODES)
+    text = re.sub("//.*", "", next(path for path in TEXTS if path.name == name).read_text())
+    sizes = r"(?!LARGEST|LEAST)[A-Z_]+\b|kv_group\(|sizeof\(|127\.0f\)"
+    assert not re.findall(rf".* / (?!{sizes}).*", text)
+
+
 # ---- kernels written by others, unchanged
 
 

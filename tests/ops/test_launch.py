@@ -15,6 +15,7 @@ from moeflux_mlx.layers import Linear
 from moeflux_mlx.model.weights import arrange
 from moeflux_mlx.ops import launch, linear
 from moeflux_mlx.ops.launch import Kernel, Launch, in_turn, pack
+from moeflux_mlx.ops.stand_ins import standing_in
 from moeflux_mlx.quant import EXPERTS
 
 TYPES = (mx.float32, mx.bfloat16, mx.float16, mx.uint32, mx.uint8)
@@ -96,6 +97,33 @@ def test_a_part_of_a_small_array_is_refused():
     assert launch.placed(in_turn(whole, whole[:3], whole[3:]))[0] == [whole]
     with pytest.raises(AssertionError, match="a part of an array of 7 values"):
         launch.placed(in_turn(whole[1:], whole[:3], whole[3:]))
+
+
+@pytest.mark.parametrize("target, count", [("metal", 31), ("metal", 32), ("cuda", 32)])
+def test_metal_passes_31_arrays(target, count):
+    """More are refused here and in the harness, not by a Mac's GPU."""
+    call = launch.Launch(target, Kernel("many", f"x*{count - 1}", "y"), {}, (1, 1), 32, [((8,), mx.float32)])
+    made = []
+    with standing_in(build=lambda *_: lambda **given: made.append(len(given["inputs"]))):
+        if (target, count) == ("metal", 32):
+            with pytest.raises(AssertionError, match="many has 32 arrays"):
+                call(*(some(mx.float32, 8) for _ in range(count - 1)))
+        else:
+            call(*(some(mx.float32, 8) for _ in range(count - 1)))
+            assert made == [count - 1]
+    names = ",\n".join(f"device float* x{i} [[buffer({i})]]" for i in range(count))
+    text = f"[[kernel]] void many({names}) {{\n}}"
+    if count > 31:
+        with pytest.raises(msl.Failure, match="32 arrays; Metal passes at most 31"):
+            msl.translation_unit(text)
+    else:
+        assert "msl_entry" in msl.translation_unit(text)
+
+
+def test_numbers_become_pointers_only_where_a_launch_passes_them():
+    for kind, is_defined in (("const device uint64_t*", True), ("const device uint32_t*", False)):
+        text = f"[[kernel]] void one({kind} blob [[buffer(0)]]) {{\n}}"
+        assert ("#define CODES_ADDRESSES" in msl.translation_unit(text)) is is_defined
 
 
 @msl.needed

@@ -1,0 +1,63 @@
+"""A Mac stays awake while something is computed: the command that is started, and when it ends."""
+
+import os
+import sys
+
+import pytest
+
+from moeflux_mlx.engine import awake
+from moeflux_mlx.engine.awake import Awake
+
+
+class Caffeinate:
+    """As subprocess.Popen. Attributes: started: the commands. running: how many have not ended."""
+
+    started, running = [], 0
+
+    def __init__(self, command, close_fds):
+        Caffeinate.started.append(command)
+        Caffeinate.running += 1
+
+    def poll(self):
+        return None
+
+    def terminate(self):
+        Caffeinate.running -= 1
+
+    def wait(self):
+        return 0
+
+
+@pytest.fixture
+def mac(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(awake.subprocess, "Popen", Caffeinate)
+    monkeypatch.setattr(Caffeinate, "started", [])
+    monkeypatch.setattr(Caffeinate, "running", 0)
+
+
+def test_a_child_runs_as_long_as_something_is_computed(mac):
+    one = Awake()
+    with pytest.raises(ZeroDivisionError), one:
+        assert Caffeinate.started == [["caffeinate", "-i", "-w", str(os.getpid())]] and Caffeinate.running == 1
+        one.__enter__()
+        assert Caffeinate.running == 1, "it runs already"
+        raise ZeroDivisionError
+    assert Caffeinate.running == 0
+    one.__exit__()
+    with one:
+        assert Caffeinate.running == 1
+    assert Caffeinate.running == 0
+
+
+def test_a_machine_without_it_may_sleep(mac, monkeypatch):
+    def missing(*_, **__):
+        raise FileNotFoundError("caffeinate")
+
+    monkeypatch.setattr(awake.subprocess, "Popen", missing)
+    with Awake():
+        pass
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(awake.subprocess, "Popen", lambda *_, **__: 1 / 0)
+    with Awake():
+        pass
