@@ -97,6 +97,7 @@ SIZES = {
     "longcat-flash-562b-a27b": (21233664, 10871635968, 28, 283.5),
     "beam-501b-a23b": (22118400, 5662310400, 49, 258.40),
     "hy4-preview-770b-a49b": (21233664, 5435817984, 77, 389.81),
+    "hy4-770b-a49b": (21233664, 5435817984, 77, 389.81),
     "mistral-large-4-1t-a52b": (63700992, 8153726976, 71, 539.16),
     "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
 }
@@ -544,6 +545,18 @@ def test_defaults_of_hy_v4_are_those_of_transformers():
     assert args == ModelArgs.from_dict(config)
     assert [i for i, mixer in enumerate(args.mixers) if not mixer.indexer.reuses] == [0, *range(1, 78, 4)]
     assert ModelArgs.from_dict({**config, "swiglu_limit": 0.0}).experts.activation == SILU
+
+
+def test_the_published_container_of_hy_v4_differs_in_the_norms_of_latents():
+    config = config_of("hy4-770b-a49b")
+    text = {n: v for n, v in config["text_config"].items() if n != "index_n_heads"}
+    args, preview = (
+        ModelArgs.from_dict({**config, "text_config": text}),
+        ModelArgs.from_variant("hy4-preview-770b-a49b"),
+    )
+    assert args == ModelArgs.from_dict(config)
+    mixers = [dataclasses.replace(mixer, norm_eps=preview.rms_norm_eps) for mixer in preview.mixers]
+    assert list(args.mixers) == mixers != list(preview.mixers)
 
 
 def test_defaults_of_llama_4_are_those_of_transformers():

@@ -241,6 +241,8 @@ IGNORED = [
     ("hy_v4", {"rope_parameters": {"rope_theta": 1e6}}),
     ("hy_v4", {"routed_scaling_factor": 1.0}),
     ("hy_v4", {"swiglu_limit": 10.0}),
+    *(("hy_v4_vl", {name: value}) for name, value in (("hc_eps", 1e-6), ("index_topk", 64), ("rms_norm_eps", None))),
+    ("hy_v4_vl", {"rope_parameters": {"rope_theta": 1e6}}),
     ("lfm2_moe", {"norm_eps": None}),
     ("lfm2_moe", {"rope_theta": None}),
     ("lfm2_moe", {"norm_topk_prob": False}),
@@ -291,7 +293,18 @@ def test_only_rounding_makes_deepseek_v41_depend_on_cuts(monkeypatch):
 
 
 BIASED = ("kimi_k2", "hy_v3", "minimax_m2", "glm4_moe", "solar_open", "g9v3", "exaone_moe", "nemotron_h")
-BIASED += ("lfm2_moe", "ernie4_5_moe", "afmoe", "kolibri1", "bailing_hybrid", "kimi_linear", "beam", "hy_v4", "kimi_k3")
+BIASED += (
+    "lfm2_moe",
+    "ernie4_5_moe",
+    "afmoe",
+    "kolibri1",
+    "bailing_hybrid",
+    "kimi_linear",
+    "beam",
+    "hy_v4",
+    "hy_v4_vl",
+)
+BIASED += ("kimi_k3",)
 BIASED += ("deepseek_v41", "longcat_flash")
 
 
@@ -469,10 +482,14 @@ def by_head(norm, width=32):
 
 
 @pytest.mark.parametrize(
-    "family, eps", [("glm4_moe_lite", None), ("kimi_linear", None), ("kimi_k3", None), ("glm5_next", 1e-6)]
+    "family, eps",
+    [
+        *((family, None) for family in ("glm4_moe_lite", "kimi_linear", "kimi_k3", "hy_v4")),
+        *((family, 1e-6) for family in ("glm5_next", "hy_v4_vl")),
+    ],
 )
 def test_norms_of_latents_with_another_eps(family, eps):
-    """DeepSeek's norms of latents have an eps of their own, GLM-5.3-Flash's use that of all others."""
+    """DeepSeek's norms of latents have an eps of their own, those of GLM-5.3-Flash and Hy4's container do not."""
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
     for norm in (module for path, module in model.named_modules() if path.endswith("_a_layernorm")):
         norm.eps = model.args.rms_norm_eps if eps is None else eps
@@ -608,9 +625,10 @@ def _in_indexer(layer, **attributes):
             setattr(layer.self_attn.indexer, name, value)
 
 
+@pytest.mark.parametrize("family", ["hy_v4", "hy_v4_vl"])
 @pytest.mark.parametrize("mistake", HY_V4)
-def test_mistakes_in_hy_v4(mistake):
-    assert error_after(HY_V4[mistake], "hy_v4") > 10 * TOLERANCE
+def test_mistakes_in_hy_v4(family, mistake):
+    assert error_after(HY_V4[mistake], family) > 10 * TOLERANCE
 
 
 # Parts of a DeepSeek-V4.1 layer that an implementation may leave out or place wrongly.
