@@ -33,6 +33,7 @@ from . import (
     olmoe,
     qwen3,
     qwen4,
+    sarvam,
     step,
 )
 from .fields import Family
@@ -72,6 +73,7 @@ FAMILIES: dict[str, Family] = {
     **llama4.FAMILIES,
     **cohere.FAMILIES,
     **longcat.FAMILIES,
+    **sarvam.FAMILIES,
 }
 
 GGUF: dict[str, GgufFamily] = {

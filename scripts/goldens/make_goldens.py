@@ -45,6 +45,7 @@ CLASSES = {
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "bailing_hybrid": "BailingHybridForCausalLM",
+    **dict.fromkeys(("sarvam_moe", "sarvam_mla"), "AutoModelForCausalLM"),  # configurations for other families' classes
 }
 KNOWN_AS = {"kimi_k2": "deepseek_v3"}  # family -> its name in transformers
 OTHER_PARTS = ("model.visual.", "vision_model.", "vit_large_projector.", "model.vision_model.", "model.multi_modal_")
@@ -525,6 +526,13 @@ def with_identities(weights):
     return made
 
 
+def new_model(kind, folder):
+    """Returns a model of the class with random weights, by the configuration in the folder."""
+    if hasattr(kind, "from_config"):
+        return kind.from_config(transformers.AutoConfig.from_pretrained(folder))
+    return kind(kind.config_class.from_pretrained(folder))
+
+
 def store_kin(family):
     """Stores tensors.json of a family, and the configuration as transformers saves it."""
     store = goldens.folder(family)
@@ -533,8 +541,7 @@ def store_kin(family):
         shapes, text = of_others[family](goldens.config(family)), json.dumps(goldens.config(family))
     else:
         with tempfile.TemporaryDirectory() as folder:
-            kind = write_config(family, folder)
-            kind(kind.config_class.from_pretrained(folder)).to(torch.bfloat16).save_pretrained(folder)
+            new_model(write_config(family, folder), folder).to(torch.bfloat16).save_pretrained(folder)
             text = (Path(folder) / "config.json").read_text()
             with safe_open(Path(folder) / "model.safetensors", "np") as file:
                 shapes = {n: file.get_slice(n).get_shape() for n in file.keys()}  # noqa: SIM118 (not a dict)

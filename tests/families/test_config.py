@@ -99,6 +99,8 @@ SIZES = {
     "hy4-preview-770b-a49b": (21233664, 5435817984, 77, 389.81),
     "hy4-770b-a49b": (21233664, 5435817984, 77, 389.81),
     "mistral-large-4-1t-a52b": (63700992, 8153726976, 71, 539.16),
+    "sarvam-30b": (7077888, 905969664, 18, 15.19),
+    "sarvam-105b": (14155776, 1811939328, 31, 52.31),
     "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
 }
 
@@ -285,6 +287,10 @@ def test_unknown_storage_names_its_module(entry):
         ("longcat-flash-562b-a27b", {"routed_scaling_factor": None}, "'routed_scaling_factor' is missing"),
         ("longcat-flash-562b-a27b", {"zero_expert_type": "copy"}, "'zero_expert_type' is 'copy'; only 'identity'"),
         ("longcat-flash-562b-a27b", {"mla_scale_q_lora": False}, "'mla_scale_q_lora' is False"),
+        ("sarvam-30b", {"use_qk_norm": False}, "'use_qk_norm' is False"),
+        ("sarvam-30b", {"use_qkv_bias": True}, "'use_qkv_bias' is True"),
+        ("sarvam-105b", {"score_function": "softmax"}, "'score_function' is 'softmax'"),
+        ("sarvam-105b", {"rope_interleave": False}, "'rope_interleave' is False"),
         ("qwen3-30b-a3b", {"quantization": 3}, "'quantization' is 3"),
         ("qwen3-30b-a3b", {"quantization": []}, "'quantization' is []"),
         ("qwen3-30b-a3b", {"quantization": True}, "'quantization' is True"),
@@ -557,6 +563,14 @@ def test_the_published_container_of_hy_v4_differs_in_the_norms_of_latents():
     assert args == ModelArgs.from_dict(config)
     mixers = [dataclasses.replace(mixer, norm_eps=preview.rms_norm_eps) for mixer in preview.mixers]
     assert list(args.mixers) == mixers != list(preview.mixers)
+
+
+def test_sarvam_105b_without_groups_chooses_among_all_experts():
+    args = ModelArgs.from_variant("sarvam-105b")
+    assert (args.experts.router.groups, args.experts.router.kept_groups) == (1, 1)
+    grouped = ModelArgs.from_dict({**config_of("sarvam-105b"), "n_group": 16, "topk_group": 2})
+    assert (grouped.experts.router.groups, grouped.experts.router.kept_groups) == (16, 2)
+    assert softmax_scale(args.mixers[0]) == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
 
 
 def test_defaults_of_llama_4_are_those_of_transformers():

@@ -78,6 +78,7 @@ SPARSE = goldens.text_config("minimax_m3_vl")["sparse_attention_config"]
 GEMMAS = goldens.text_config("gemma4")["rope_parameters"]
 LINEAR = goldens.text_config("glm5_next")["linear_attn_config"]
 KIMI = goldens.text_config("kimi_k3")["linear_attn_config"]
+DEEPSEEK_YARN = goldens.config("sarvam_mla")["rope_scaling"]
 IGNORED = [
     ("kimi_k2", {"routed_scaling_factor": 1.0}),
     ("kimi_k2", {"norm_topk_prob": False}),
@@ -243,6 +244,13 @@ IGNORED = [
     ("hy_v4", {"swiglu_limit": 10.0}),
     *(("hy_v4_vl", {name: value}) for name, value in (("hc_eps", 1e-6), ("index_topk", 64), ("rms_norm_eps", None))),
     ("hy_v4_vl", {"rope_parameters": {"rope_theta": 1e6}}),
+    *(("sarvam_moe", {name: value}) for name, value in (("rope_theta", 1e4), ("partial_rotary_factor", 0.5))),
+    *(("sarvam_moe", {name: value}) for name, value in (("norm_topk_prob", False), ("rms_norm_eps", None))),
+    ("sarvam_moe", {"routed_scaling_factor": 1.0}),
+    *(("sarvam_mla", {name: value}) for name, value in (("rope_scaling", None), ("rms_norm_eps", None))),
+    ("sarvam_mla", {"rope_scaling": {**DEEPSEEK_YARN, "mscale_all_dim": 0.0}}),
+    ("sarvam_mla", {"n_group": 6, "topk_group": 2}),
+    ("sarvam_mla", {"routed_scaling_factor": 1.0}),
     ("lfm2_moe", {"norm_eps": None}),
     ("lfm2_moe", {"rope_theta": None}),
     ("lfm2_moe", {"norm_topk_prob": False}),
@@ -304,7 +312,7 @@ BIASED += (
     "hy_v4",
     "hy_v4_vl",
 )
-BIASED += ("kimi_k3",)
+BIASED += ("kimi_k3", "sarvam_moe", "sarvam_mla")
 BIASED += ("deepseek_v41", "longcat_flash")
 
 
@@ -535,6 +543,8 @@ ROPES = {
     "cohere2_moe": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
     "llama4": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
     "mixtral": ("neighbouring pairs", lambda rotation: replace(rotation, interleaved=True)),
+    "sarvam_moe": ("neighbouring pairs", lambda rotation: replace(rotation, interleaved=True)),
+    "sarvam_mla": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
 }
 
 
