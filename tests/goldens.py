@@ -51,6 +51,7 @@ STACKS = {
     "gpt_oss": "experts",
     "afmoe": "experts",
     "llama4": "experts",
+    "dots1": "experts",
     "gemma4": "experts.switch_glu",
 }  # mlx-lm's stacked experts, if not switch_mlp
 LOW_EMBEDDINGS = (

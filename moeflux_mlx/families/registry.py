@@ -8,6 +8,7 @@ from . import (
     deepseek,
     deepseek_v4,
     deepseek_v41,
+    dots1,
     ernie,
     exaone,
     flint,
@@ -25,6 +26,7 @@ from . import (
     lfm2,
     llama4,
     longcat,
+    mellum,
     mimo,
     minimax,
     mistral,
@@ -74,6 +76,8 @@ FAMILIES: dict[str, Family] = {
     **cohere.FAMILIES,
     **longcat.FAMILIES,
     **sarvam.FAMILIES,
+    **mellum.FAMILIES,
+    **dots1.FAMILIES,
 }
 
 GGUF: dict[str, GgufFamily] = {

@@ -101,6 +101,8 @@ SIZES = {
     "mistral-large-4-1t-a52b": (63700992, 8153726976, 71, 539.16),
     "sarvam-30b": (7077888, 905969664, 18, 15.19),
     "sarvam-105b": (14155776, 1811939328, 31, 52.31),
+    "mellum-2-12b-a2.5b": (3489792, 223346688, 28, 5.82),
+    "dots1-142b-a14b": (9732096, 1245708288, 61, 70.77),
     "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
 }
 
@@ -291,6 +293,9 @@ def test_unknown_storage_names_its_module(entry):
         ("sarvam-30b", {"use_qkv_bias": True}, "'use_qkv_bias' is True"),
         ("sarvam-105b", {"score_function": "softmax"}, "'score_function' is 'softmax'"),
         ("sarvam-105b", {"rope_interleave": False}, "'rope_interleave' is False"),
+        ("mellum-2-12b-a2.5b", {"use_sliding_window": False}, "'use_sliding_window' is False; only True"),
+        ("dots1-142b-a14b", {"scoring_func": "softmax"}, "'scoring_func' is 'softmax'"),
+        ("dots1-142b-a14b", {"moe_layer_freq": 2}, "'moe_layer_freq' is 2"),
         ("qwen3-30b-a3b", {"quantization": 3}, "'quantization' is 3"),
         ("qwen3-30b-a3b", {"quantization": []}, "'quantization' is []"),
         ("qwen3-30b-a3b", {"quantization": True}, "'quantization' is True"),
@@ -571,6 +576,17 @@ def test_sarvam_105b_without_groups_chooses_among_all_experts():
     grouped = ModelArgs.from_dict({**config_of("sarvam-105b"), "n_group": 16, "topk_group": 2})
     assert (grouped.experts.router.groups, grouped.experts.router.kept_groups) == (16, 2)
     assert softmax_scale(args.mixers[0]) == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+
+
+def test_defaults_of_mellum_are_those_of_transformers():
+    names = ("head_dim", "norm_topk_prob", "mlp_layer_types", "sliding_window", "rope_parameters")
+    config = config_of("mellum-2-12b-a2.5b")
+    args = ModelArgs.from_dict(config)
+    usual = ModelArgs.from_dict({n: v for n, v in config.items() if n not in names})
+    assert usual.experts == args.experts and usual.moe_layers == args.moe_layers
+    windows = [[mixer.window for mixer in one.mixers] for one in (usual, args)]
+    assert windows == [[1024, 1024, 1024, None] * 7] * 2
+    assert [mixer.rotation.theta for mixer in usual.mixers[2:4]] == [1e4, 5e5]
 
 
 def test_defaults_of_llama_4_are_those_of_transformers():

@@ -78,6 +78,7 @@ SPARSE = goldens.text_config("minimax_m3_vl")["sparse_attention_config"]
 GEMMAS = goldens.text_config("gemma4")["rope_parameters"]
 LINEAR = goldens.text_config("glm5_next")["linear_attn_config"]
 KIMI = goldens.text_config("kimi_k3")["linear_attn_config"]
+MELLUMS = goldens.config("mellum")["rope_parameters"]
 DEEPSEEK_YARN = goldens.config("sarvam_mla")["rope_scaling"]
 IGNORED = [
     ("kimi_k2", {"routed_scaling_factor": 1.0}),
@@ -251,6 +252,14 @@ IGNORED = [
     ("sarvam_mla", {"rope_scaling": {**DEEPSEEK_YARN, "mscale_all_dim": 0.0}}),
     ("sarvam_mla", {"n_group": 6, "topk_group": 2}),
     ("sarvam_mla", {"routed_scaling_factor": 1.0}),
+    *(("mellum", {name: value}) for name, value in (("sliding_window", 8), ("norm_topk_prob", False))),
+    ("mellum", {"layer_types": None, "use_sliding_window": None}),
+    ("mellum", {"rope_parameters": {**MELLUMS, "sliding_attention": MELLUMS["full_attention"]}}),
+    ("mellum", {"rope_parameters": {**MELLUMS, "full_attention": MELLUMS["sliding_attention"]}}),
+    ("mellum", {"rms_norm_eps": None}),
+    *(("dots1", {name: value}) for name, value in (("sliding_window", 8), ("max_window_layers", None))),
+    *(("dots1", {name: value}) for name, value in (("norm_topk_prob", None), ("routed_scaling_factor", None))),
+    *(("dots1", {name: value}) for name, value in (("rope_theta", 1e4), ("rms_norm_eps", None))),
     ("lfm2_moe", {"norm_eps": None}),
     ("lfm2_moe", {"rope_theta": None}),
     ("lfm2_moe", {"norm_topk_prob": False}),
@@ -312,7 +321,7 @@ BIASED += (
     "hy_v4",
     "hy_v4_vl",
 )
-BIASED += ("kimi_k3", "sarvam_moe", "sarvam_mla")
+BIASED += ("kimi_k3", "sarvam_moe", "sarvam_mla", "dots1")
 BIASED += ("deepseek_v41", "longcat_flash")
 
 
