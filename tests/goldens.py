@@ -51,6 +51,7 @@ STACKS = {
     "gpt_oss": "experts",
     "afmoe": "experts",
     "llama4": "experts",
+    "dots1": "experts",
     "gemma4": "experts.switch_glu",
 }  # mlx-lm's stacked experts, if not switch_mlp
 LOW_EMBEDDINGS = (
@@ -339,15 +340,16 @@ def _skipped_of_kin(family):
     c = text_config(family)
     root, count = _root(family), c.get("num_hidden_layers") or 2 * c["num_layers"]
     drafts = {f"{root}layers.{count}.{name}.weight": (128, 256) for name in ("eh_proj", "mlp.experts.0.up_proj")}
-    vision = {"model.visual.blocks.0.norm1.weight": (32,), "model.visual.merger.proj.weight": (128, 32)}
+    stem = "vit." if family == "hy_v4_vl" else "model.visual."
+    vision = {f"{stem}blocks.0.norm1.weight": (32,), f"{stem}merger.proj.weight": (128, 32)}
     of_images = {"layers.0.ffn.gate.bias_vl": (16,)} if family in ("deepseek_v4", "deepseek_v41") else {}
-    return drafts | of_images | (vision if root != "model." else {})
+    return drafts | of_images | (vision if "text_config" in config(family) else {})
 
 
 @functools.cache
 def _root(family):
     """Returns the prefix of the hub's text tensors, except that of lm_head."""
-    return "model.language_model." if "text_config" in config(family) else "model."
+    return "model.language_model." if "text_config" in config(family) and family != "hy_v4_vl" else "model."
 
 
 def source(family, variant="hub"):

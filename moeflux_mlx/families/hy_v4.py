@@ -1,7 +1,7 @@
 """Tencent's Hy4: DeepSeek-V3.2's attention with sinks and a gate per value, between streams that are never mixed.
 
-Rotations pair neighbours, as the publisher's code for vLLM says of the released weights; transformers 5.24 pairs
-halves.
+Rotations pair neighbours. So do the publisher's code for vLLM, llama.cpp, and transformers 5.24 in `hy_v4_vl`, the
+container in which Hy4 was published; its `hy_v4` pairs halves.
 """
 
 from dataclasses import replace
@@ -16,20 +16,24 @@ from .fields import Family, Fields, after_dense_layers, common, layer_count, lay
 USUAL = {"first_k_dense_replace": 1, "rope_theta": 1e4, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
 
 
-def _hy_v4(read: Fields) -> JsonDict:
+def _hy_v4(read: Fields, index_heads: int = 16, latent_eps: float | None = 1e-6) -> JsonDict:
+    """`index_heads`: of an indexer, if the field is missing; `latent_eps`: of the norms of latents, None: that of all
+    norms.
+    """
     count = layer_count(read)
     kinds = [FULL if i == 0 or i % 4 == 1 else SHARED for i in range(count)]
     read = read.with_usual({**USUAL, "indexer_types": kinds})
     fields = common(read, eps=1e-5)
     indexer = Indexer(
-        heads=read.count("index_n_heads", 16),
+        heads=read.count("index_n_heads", index_heads),
         dim=read.count("index_head_dim", 128),
         top=read.count("index_topk", 2048),
         interleaved=True,
         rotates_last=True,
         norm_eps=fields["rms_norm_eps"],
     )
-    mixer = replace(latent_attention(read), gate="sigmoid", sinks=True)
+    eps = latent_eps or fields["rms_norm_eps"]
+    mixer = replace(latent_attention(read), gate="sigmoid", sinks=True, norm_eps=eps)
     mixers = [replace(mixer, indexer=replace(indexer, reuses=kind == SHARED)) for kind in indexer_types(read)]
     limit = read.number("swiglu_limit", 10.0, least=-1e6, most=1e6)
     moe = noaux_experts(read)
@@ -49,4 +53,7 @@ RENAMES = (
     (".self_attn.gate_proj.", ".self_attn.g_proj."),
     *OF_DEEPSEEK,
 )
-FAMILIES = {"hy_v4": Family(_hy_v4, renames=RENAMES)}
+FAMILIES = {
+    "hy_v4": Family(_hy_v4, renames=RENAMES),
+    "hy_v4_vl": Family(lambda read: _hy_v4(read, index_heads=32, latent_eps=None), renames=RENAMES),
+}

@@ -1,18 +1,16 @@
 """MiMo-V2-Flash and V2.6: all layers but a few have a window, with sinks and another number of key heads."""
 
 from ..files import JsonDict
-from ..kinds import LayerSpec
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import (
     FULL,
     SLIDING,
     Family,
     Fields,
-    FusedRows,
     after_dense_layers,
     common,
     experts,
-    grouped_rows,
+    joined_attention,
     layer_count,
     layer_kinds,
     layers,
@@ -80,22 +78,9 @@ def _window(read: Fields) -> int:
     return read.count("sliding_window") if earlier is None else earlier + 1
 
 
-def _sharded_rows(spec: LayerSpec, layer: int, shards: int) -> FusedRows:
-    """V2.6's projections of attention: each shard has the queries, keys and values of its heads
-    (mlx-vlm 0.7.10, `mimo_v2/language.py`)."""
-    mixer = spec.mixer
-    if not isinstance(mixer, GroupedQuery) or mixer.kv_heads % shards:
-        return {}
-    heads, kv_heads = mixer.heads // shards, mixer.kv_heads // shards
-    widths = [heads * mixer.head_dim, kv_heads * mixer.head_dim, kv_heads * mixer.value_width]
-    stem, parts = f"model.layers.{layer}.self_attn.", ("q_proj", "k_proj", "v_proj")
-    rows = grouped_rows(shards, widths)
-    return {f"{stem}qkv_proj": tuple((stem + part, own) for part, own in zip(parts, rows, strict=True))}
-
-
 RENAMES = (
     (".self_attn.attention_sink_bias", ".self_attn.sinks"),
     (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),
 )
-MIMO = Family(_mimo_v2_flash, renames=RENAMES, fused_rows=_sharded_rows)
+MIMO = Family(_mimo_v2_flash, renames=RENAMES, fused_rows=joined_attention)
 FAMILIES = {"mimo_v2_flash": MIMO, "mimo_v2": MIMO}

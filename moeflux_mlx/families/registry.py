@@ -8,6 +8,7 @@ from . import (
     deepseek,
     deepseek_v4,
     deepseek_v41,
+    dots1,
     ernie,
     exaone,
     flint,
@@ -25,6 +26,7 @@ from . import (
     lfm2,
     llama4,
     longcat,
+    mellum,
     mimo,
     minimax,
     mistral,
@@ -33,6 +35,7 @@ from . import (
     olmoe,
     qwen3,
     qwen4,
+    sarvam,
     step,
 )
 from .fields import Family
@@ -72,6 +75,9 @@ FAMILIES: dict[str, Family] = {
     **llama4.FAMILIES,
     **cohere.FAMILIES,
     **longcat.FAMILIES,
+    **sarvam.FAMILIES,
+    **mellum.FAMILIES,
+    **dots1.FAMILIES,
 }
 
 GGUF: dict[str, GgufFamily] = {

@@ -106,19 +106,27 @@ class FusedExperts:
 
     Gate's rows come before up's, or alternate with them in a family with `interleaved_experts`. Floats may be
     transposed, [E, H, 2I] and [E, I, H]: as Qwen3-VL and gpt-oss were published. Both shapes together tell it.
+    `of_mlx`: they are called `switch_mlp`, their names end with `.weight`, and gate's rows come first, as mlx-vlm
+    writes Hy4.
     """
 
-    def __init__(self, args: ModelArgs, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat):
+    def __init__(
+        self, args: ModelArgs, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat, of_mlx: bool = False
+    ):
         E, H, self.width = args.num_experts, args.hidden_size, args.moe_intermediate_size
         shapes = {"gate_up_proj": (2 * self.width, H), "down_proj": (H, self.width)}
-        self.interleaved = FAMILIES[args.model_type].interleaved_experts
-        floats = {name: tensors[path] for name in shapes if (path := f"{stem}experts.{name}") in tensors}
+        self.interleaved = FAMILIES[args.model_type].interleaved_experts and not of_mlx
+        stem += "switch_mlp." if of_mlx else "experts."
+        weight, bias = (".weight", ".bias") if of_mlx else ("", "_bias")
+        floats = {name: tensors[path] for name in shapes if (path := f"{stem}{name}") in tensors}
         transposed = all(name in floats and floats[name].shape == (E, c, r) for name, (r, c) in shapes.items())
 
         def find(name: str) -> tuple[Matrix, Tensor | None]:
-            path, shape = f"{stem}experts.{name}", (E, *shapes[name])
-            matrix = find_transposed(floats[name], shape) if transposed else find_matrix(tensors, path, shape, form, "")
-            return check_experts_type(matrix), _find_bias(args, tensors, f"{path}_bias", shape[:2])
+            path, shape = f"{stem}{name}", (E, *shapes[name])
+            matrix = (
+                find_transposed(floats[name], shape) if transposed else find_matrix(tensors, path, shape, form, weight)
+            )
+            return check_experts_type(matrix), _find_bias(args, tensors, f"{path}{bias}", shape[:2])
 
         self.gate_up, self.gate_up_bias = find("gate_up_proj")
         self.down, self.down_bias = find("down_proj")
@@ -235,6 +243,8 @@ def find_experts(args: ModelArgs, tensors: Mapping[str, Tensor], layer: int, for
         )
     if any(f"{stem}experts.gate_up_proj{end}" in tensors for end in ("", "_blocks")):
         return FusedExperts(args, tensors, stem, form)
+    if f"{stem}switch_mlp.gate_up_proj.weight" in tensors:
+        return FusedExperts(args, tensors, stem, form, of_mlx=True)
     for stack in ("switch_mlp", "experts"):
         if f"{stem}{stack}.{PROJECTIONS[-1]}.weight" in tensors:
             return StackedExperts(args, tensors, f"{stem}{stack}", form)

@@ -3,7 +3,7 @@ first in the low half, or E4M3 codes, with scales of 8 bits.
 
 - mxfp8: `weight` float8 E4M3 with E8M0 scales, `weight_scale_inv`, `weight_scale` or (DeepSeek-V4) `scale`, one for 32
   columns of a row as MLX has them, or one for a block of rows and columns, which is repeated for each 32 columns of
-  each of its rows.
+  each of its rows. Those of Hy4's experts in one matrix are `gate_up_proj_scale` and `down_proj_scale`.
 - mxfp4: `weight_packed` (compressed-tensors "mxfp4-pack-quantized") or `weight` (DeepSeek-V4), bytes, with such scales
   of 32 columns.
 - nvfp4: bytes with E4M3 scales of 16 columns, `weight_scale`, and a float32 for the matrix: ModelOpt's
@@ -84,7 +84,8 @@ def find_small_floats(
         ModelFileError: a tensor is missing, or has another shape or dtype than the form and the model need.
     """
     weight = tensors.get(f"{path}.weight_packed") or tensors.get(name)
-    named = (tensors.get(one) for one in (f"{name}_scale_inv", f"{path}.weight_scale", f"{path}.scale"))
+    names = (f"{name}_scale_inv", f"{name}_scale", f"{path}.weight_scale", f"{path}.scale")
+    named = (tensors.get(one) for one in names)
     scale = next((one for one in named if one is not None), None)
     if weight is None or scale is None:
         return None

@@ -45,15 +45,16 @@ CLASSES = {
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "bailing_hybrid": "BailingHybridForCausalLM",
+    **dict.fromkeys(("sarvam_moe", "sarvam_mla"), "AutoModelForCausalLM"),  # configurations for other families' classes
 }
 KNOWN_AS = {"kimi_k2": "deepseek_v3"}  # family -> its name in transformers
 OTHER_PARTS = ("model.visual.", "vision_model.", "vit_large_projector.", "model.vision_model.", "model.multi_modal_")
 OTHER_PARTS += ("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm.")
-OTHER_PARTS += ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.", "model.vision_tower.")
+OTHER_PARTS += ("vit.", "vision_tower.", "multi_modal_projector.", "patch_merge_mlp.", "model.vision_tower.")
 FIRST = {"mistral4": 8172, "beam": 600}  # position of the first token, if it is not 0
 # Lengths of texts that differ from the default.
 LENGTHS = dict.fromkeys(
-    ("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "glm5_next", "qwen4_exp", "minimax_m3_vl", "hy_v4"), 64
+    ("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "glm5_next", "qwen4_exp", "minimax_m3_vl", "hy_v4", "hy_v4_vl"), 64
 )
 LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80, "lfm2_moe": 64, "bailing_hybrid": 64, "kimi_linear": 64}
 LENGTHS |= {"kimi_k3": 64, "deepseek_v41": 40, "granitemoehybrid": 64, "llama4": 64}
@@ -489,6 +490,7 @@ def of_hy_v4(shapes):
     """
     pre = re.compile(r"\.hc_pre\.(hc_(?:attn|mlp)_layer)\.")
     names = (pre.sub(r".\1.hc_pre.", n).replace(".hc_pre.hc_head.", ".hc_head.") for n in shapes)
+    names = (n.replace(".hc_head.hc_pre.", ".hc_head.") for n in names)
     names = (n.replace(".linear_gate.", ".gate_proj.") if ".mlp." in n else n for n in names)
     return dict(zip(names, shapes.values(), strict=True))
 
@@ -524,6 +526,13 @@ def with_identities(weights):
     return made
 
 
+def new_model(kind, folder):
+    """Returns a model of the class with random weights, by the configuration in the folder."""
+    if hasattr(kind, "from_config"):
+        return kind.from_config(transformers.AutoConfig.from_pretrained(folder))
+    return kind(kind.config_class.from_pretrained(folder))
+
+
 def store_kin(family):
     """Stores tensors.json of a family, and the configuration as transformers saves it."""
     store = goldens.folder(family)
@@ -532,8 +541,7 @@ def store_kin(family):
         shapes, text = of_others[family](goldens.config(family)), json.dumps(goldens.config(family))
     else:
         with tempfile.TemporaryDirectory() as folder:
-            kind = write_config(family, folder)
-            kind(kind.config_class.from_pretrained(folder)).to(torch.bfloat16).save_pretrained(folder)
+            new_model(write_config(family, folder), folder).to(torch.bfloat16).save_pretrained(folder)
             text = (Path(folder) / "config.json").read_text()
             with safe_open(Path(folder) / "model.safetensors", "np") as file:
                 shapes = {n: file.get_slice(n).get_shape() for n in file.keys()}  # noqa: SIM118 (not a dict)
@@ -542,7 +550,8 @@ def store_kin(family):
             (store / "integers.json").write_text(json.dumps(integers, indent=1) + "\n")
     if family == "deepseek_v4":  # transformers writes a mixture of names
         shapes = {as_published(n): shape for n, shape in shapes.items()}
-    changes = {"bailing_hybrid": of_ling, "kimi_linear": of_kimi_linear, "hy_v4": of_hy_v4, "longcat_flash": of_longcat}
+    changes = {"bailing_hybrid": of_ling, "kimi_linear": of_kimi_linear, "longcat_flash": of_longcat}
+    changes |= {"hy_v4": of_hy_v4, "hy_v4_vl": of_hy_v4}
     shapes = changes.get(family, dict)(shapes)
     shapes = {n: list(shapes[n]) for n in sorted(shapes, key=in_order) if not n.startswith(OTHER_PARTS)}
     for shape in (

@@ -97,7 +97,12 @@ SIZES = {
     "longcat-flash-562b-a27b": (21233664, 10871635968, 28, 283.5),
     "beam-501b-a23b": (22118400, 5662310400, 49, 258.40),
     "hy4-preview-770b-a49b": (21233664, 5435817984, 77, 389.81),
+    "hy4-770b-a49b": (21233664, 5435817984, 77, 389.81),
     "mistral-large-4-1t-a52b": (63700992, 8153726976, 71, 539.16),
+    "sarvam-30b": (7077888, 905969664, 18, 15.19),
+    "sarvam-105b": (14155776, 1811939328, 31, 52.31),
+    "mellum-2-12b-a2.5b": (3489792, 223346688, 28, 5.82),
+    "dots1-142b-a14b": (9732096, 1245708288, 61, 70.77),
     "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
 }
 
@@ -284,6 +289,13 @@ def test_unknown_storage_names_its_module(entry):
         ("longcat-flash-562b-a27b", {"routed_scaling_factor": None}, "'routed_scaling_factor' is missing"),
         ("longcat-flash-562b-a27b", {"zero_expert_type": "copy"}, "'zero_expert_type' is 'copy'; only 'identity'"),
         ("longcat-flash-562b-a27b", {"mla_scale_q_lora": False}, "'mla_scale_q_lora' is False"),
+        ("sarvam-30b", {"use_qk_norm": False}, "'use_qk_norm' is False"),
+        ("sarvam-30b", {"use_qkv_bias": True}, "'use_qkv_bias' is True"),
+        ("sarvam-105b", {"score_function": "softmax"}, "'score_function' is 'softmax'"),
+        ("sarvam-105b", {"rope_interleave": False}, "'rope_interleave' is False"),
+        ("mellum-2-12b-a2.5b", {"use_sliding_window": False}, "'use_sliding_window' is False; only True"),
+        ("dots1-142b-a14b", {"scoring_func": "softmax"}, "'scoring_func' is 'softmax'"),
+        ("dots1-142b-a14b", {"moe_layer_freq": 2}, "'moe_layer_freq' is 2"),
         ("qwen3-30b-a3b", {"quantization": 3}, "'quantization' is 3"),
         ("qwen3-30b-a3b", {"quantization": []}, "'quantization' is []"),
         ("qwen3-30b-a3b", {"quantization": True}, "'quantization' is True"),
@@ -550,6 +562,37 @@ def test_defaults_of_hy_v4_are_those_of_transformers():
     assert args == ModelArgs.from_dict(config)
     assert [i for i, mixer in enumerate(args.mixers) if not mixer.indexer.reuses] == [0, *range(1, 78, 4)]
     assert ModelArgs.from_dict({**config, "swiglu_limit": 0.0}).experts.activation == SILU
+
+
+def test_the_published_container_of_hy_v4_differs_in_the_norms_of_latents():
+    config = config_of("hy4-770b-a49b")
+    text = {n: v for n, v in config["text_config"].items() if n != "index_n_heads"}
+    args, preview = (
+        ModelArgs.from_dict({**config, "text_config": text}),
+        ModelArgs.from_variant("hy4-preview-770b-a49b"),
+    )
+    assert args == ModelArgs.from_dict(config)
+    mixers = [dataclasses.replace(mixer, norm_eps=preview.rms_norm_eps) for mixer in preview.mixers]
+    assert list(args.mixers) == mixers != list(preview.mixers)
+
+
+def test_sarvam_105b_without_groups_chooses_among_all_experts():
+    args = ModelArgs.from_variant("sarvam-105b")
+    assert (args.experts.router.groups, args.experts.router.kept_groups) == (1, 1)
+    grouped = ModelArgs.from_dict({**config_of("sarvam-105b"), "n_group": 16, "topk_group": 2})
+    assert (grouped.experts.router.groups, grouped.experts.router.kept_groups) == (16, 2)
+    assert softmax_scale(args.mixers[0]) == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+
+
+def test_defaults_of_mellum_are_those_of_transformers():
+    names = ("head_dim", "norm_topk_prob", "mlp_layer_types", "sliding_window", "rope_parameters")
+    config = config_of("mellum-2-12b-a2.5b")
+    args = ModelArgs.from_dict(config)
+    usual = ModelArgs.from_dict({n: v for n, v in config.items() if n not in names})
+    assert usual.experts == args.experts and usual.moe_layers == args.moe_layers
+    windows = [[mixer.window for mixer in one.mixers] for one in (usual, args)]
+    assert windows == [[1024, 1024, 1024, None] * 7] * 2
+    assert [mixer.rotation.theta for mixer in usual.mixers[2:4]] == [1e4, 5e5]
 
 
 def test_defaults_of_llama_4_are_those_of_transformers():

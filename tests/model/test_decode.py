@@ -204,7 +204,7 @@ MOST |= {"qwen4_exp": 19, ("qwen4_exp", 0): 11, ("qwen4_exp", 1): 14, ("qwen4_ex
 MOST |= {"gemma4": 12, "deepseek_v32": 12, "glm_moe_dsa": 8, ("glm_moe_dsa", 2): 12, "minimax_m3_vl": 9}
 # Its layers 1 and 3 make entries and choose among them by MLX's operations.
 MOST |= {"deepseek_v41": 35, ("deepseek_v41", 1): 88, ("deepseek_v41", 3): 83}
-MOST |= {"kimi_k3": 16, "hy_v4": 20, ("beam", 1): 11, ("beam", 3): 11}  # the factor of queries
+MOST |= {"kimi_k3": 16, "hy_v4": 20, "hy_v4_vl": 20, ("beam", 1): 11, ("beam", 3): 11}  # the factor of queries
 MOST |= {"mistral_large4": 18}  # queries grow, and an indexer makes its own of the input behind a norm
 MOST |= {"llama4": 11}  # the input of its experts is scaled
 MOST |= {"longcat_flash": 24}  # the experts that return their input are taken out by MLX's operations

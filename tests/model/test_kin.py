@@ -78,6 +78,8 @@ SPARSE = goldens.text_config("minimax_m3_vl")["sparse_attention_config"]
 GEMMAS = goldens.text_config("gemma4")["rope_parameters"]
 LINEAR = goldens.text_config("glm5_next")["linear_attn_config"]
 KIMI = goldens.text_config("kimi_k3")["linear_attn_config"]
+MELLUMS = goldens.config("mellum")["rope_parameters"]
+DEEPSEEK_YARN = goldens.config("sarvam_mla")["rope_scaling"]
 IGNORED = [
     ("kimi_k2", {"routed_scaling_factor": 1.0}),
     ("kimi_k2", {"norm_topk_prob": False}),
@@ -241,6 +243,23 @@ IGNORED = [
     ("hy_v4", {"rope_parameters": {"rope_theta": 1e6}}),
     ("hy_v4", {"routed_scaling_factor": 1.0}),
     ("hy_v4", {"swiglu_limit": 10.0}),
+    *(("hy_v4_vl", {name: value}) for name, value in (("hc_eps", 1e-6), ("index_topk", 64), ("rms_norm_eps", None))),
+    ("hy_v4_vl", {"rope_parameters": {"rope_theta": 1e6}}),
+    *(("sarvam_moe", {name: value}) for name, value in (("rope_theta", 1e4), ("partial_rotary_factor", 0.5))),
+    *(("sarvam_moe", {name: value}) for name, value in (("norm_topk_prob", False), ("rms_norm_eps", None))),
+    ("sarvam_moe", {"routed_scaling_factor": 1.0}),
+    *(("sarvam_mla", {name: value}) for name, value in (("rope_scaling", None), ("rms_norm_eps", None))),
+    ("sarvam_mla", {"rope_scaling": {**DEEPSEEK_YARN, "mscale_all_dim": 0.0}}),
+    ("sarvam_mla", {"n_group": 6, "topk_group": 2}),
+    ("sarvam_mla", {"routed_scaling_factor": 1.0}),
+    *(("mellum", {name: value}) for name, value in (("sliding_window", 8), ("norm_topk_prob", False))),
+    ("mellum", {"layer_types": None, "use_sliding_window": None}),
+    ("mellum", {"rope_parameters": {**MELLUMS, "sliding_attention": MELLUMS["full_attention"]}}),
+    ("mellum", {"rope_parameters": {**MELLUMS, "full_attention": MELLUMS["sliding_attention"]}}),
+    ("mellum", {"rms_norm_eps": None}),
+    *(("dots1", {name: value}) for name, value in (("sliding_window", 8), ("max_window_layers", None))),
+    *(("dots1", {name: value}) for name, value in (("norm_topk_prob", None), ("routed_scaling_factor", None))),
+    *(("dots1", {name: value}) for name, value in (("rope_theta", 1e4), ("rms_norm_eps", None))),
     ("lfm2_moe", {"norm_eps": None}),
     ("lfm2_moe", {"rope_theta": None}),
     ("lfm2_moe", {"norm_topk_prob": False}),
@@ -291,7 +310,18 @@ def test_only_rounding_makes_deepseek_v41_depend_on_cuts(monkeypatch):
 
 
 BIASED = ("kimi_k2", "hy_v3", "minimax_m2", "glm4_moe", "solar_open", "g9v3", "exaone_moe", "nemotron_h")
-BIASED += ("lfm2_moe", "ernie4_5_moe", "afmoe", "kolibri1", "bailing_hybrid", "kimi_linear", "beam", "hy_v4", "kimi_k3")
+BIASED += (
+    "lfm2_moe",
+    "ernie4_5_moe",
+    "afmoe",
+    "kolibri1",
+    "bailing_hybrid",
+    "kimi_linear",
+    "beam",
+    "hy_v4",
+    "hy_v4_vl",
+)
+BIASED += ("kimi_k3", "sarvam_moe", "sarvam_mla", "dots1")
 BIASED += ("deepseek_v41", "longcat_flash")
 
 
@@ -469,10 +499,14 @@ def by_head(norm, width=32):
 
 
 @pytest.mark.parametrize(
-    "family, eps", [("glm4_moe_lite", None), ("kimi_linear", None), ("kimi_k3", None), ("glm5_next", 1e-6)]
+    "family, eps",
+    [
+        *((family, None) for family in ("glm4_moe_lite", "kimi_linear", "kimi_k3", "hy_v4")),
+        *((family, 1e-6) for family in ("glm5_next", "hy_v4_vl")),
+    ],
 )
 def test_norms_of_latents_with_another_eps(family, eps):
-    """DeepSeek's norms of latents have an eps of their own, GLM-5.3-Flash's use that of all others."""
+    """DeepSeek's norms of latents have an eps of their own, those of GLM-5.3-Flash and Hy4's container do not."""
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
     for norm in (module for path, module in model.named_modules() if path.endswith("_a_layernorm")):
         norm.eps = model.args.rms_norm_eps if eps is None else eps
@@ -518,6 +552,8 @@ ROPES = {
     "cohere2_moe": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
     "llama4": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
     "mixtral": ("neighbouring pairs", lambda rotation: replace(rotation, interleaved=True)),
+    "sarvam_moe": ("neighbouring pairs", lambda rotation: replace(rotation, interleaved=True)),
+    "sarvam_mla": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
 }
 
 
@@ -608,9 +644,10 @@ def _in_indexer(layer, **attributes):
             setattr(layer.self_attn.indexer, name, value)
 
 
+@pytest.mark.parametrize("family", ["hy_v4", "hy_v4_vl"])
 @pytest.mark.parametrize("mistake", HY_V4)
-def test_mistakes_in_hy_v4(mistake):
-    assert error_after(HY_V4[mistake], "hy_v4") > 10 * TOLERANCE
+def test_mistakes_in_hy_v4(family, mistake):
+    assert error_after(HY_V4[mistake], family) > 10 * TOLERANCE
 
 
 # Parts of a DeepSeek-V4.1 layer that an implementation may leave out or place wrongly.

@@ -129,6 +129,43 @@ def test_what_mlx_vlm_joins_of_glm5_next(tmp_path):
     assert np.array_equal(logits(path, family), wanted) and np.array_equal(logits(packed(path), family), wanted)
 
 
+def test_what_mlx_vlm_joins_of_hy_v4(tmp_path):
+    """Of each expert, rows of gate come first."""
+    family = "hy_v4"
+    tensors = dict(goldens.mlx_tensors(family))
+    for name in [name for name in tensors if ".switch_mlp.gate_proj." in name]:
+        (kind, gate), (_, up) = tensors.pop(name), tensors.pop(name.replace("gate_proj", "up_proj"))
+        tensors[name.replace("gate_proj", "gate_up_proj")] = kind, np.concatenate([gate, up], axis=1)
+    path = write(tmp_path / "joined", goldens.variant_config(family, "mlx4"), tensors)
+    wanted = logits(tiny_directory(family), family)
+    assert np.array_equal(logits(path, family, **LEAST), wanted)
+    assert np.array_equal(logits(packed(path), family), wanted)
+
+
+def test_experts_of_hy_v4_vl_as_published(tmp_path):
+    """All experts of a layer are one matrix of mxfp8, whose scales have the same name with `_scale` behind it."""
+    family, rng = "hy_v4_vl", np.random.default_rng(9)
+    theirs, ours, forms = dict(goldens.hub_tensors(family)), dict(goldens.mlx_tensors(family)), {}
+    ours = {name: tensor for name, tensor in ours.items() if ".switch_mlp." not in name}
+    stacks = {name.partition("experts.")[0] for name in theirs if ".experts." in name}
+    theirs = {name: tensor for name, tensor in theirs.items() if ".experts." not in name}
+    for stem in stacks:
+        for name, (rows, columns) in {"gate_up_proj": (128, 128), "down_proj": (128, 64)}.items():
+            codes = rng.integers(0, 96, (9, rows, columns), np.uint8)
+            scales = rng.integers(115, 119, (9, rows, columns // 32), np.uint8)
+            theirs |= {f"{stem}experts.{name}": ("F8_E4M3", codes)}
+            theirs |= {f"{stem}experts.{name}_scale": ("F8_E8M0", scales)}
+            path = f"language_model.{stem}switch_mlp.{name}"
+            ours |= {f"{path}.weight": ("U32", codes.view(np.uint32)), f"{path}.scales": ("U8", scales)}
+            forms[path] = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
+    config = goldens.config(family)
+    published = {**config, "quantization_config": {"quant_method": "mxfp8"}}
+    stated = {**config, "quantization": {"group_size": 64, "bits": 4, **forms}}
+    found = packed(write(tmp_path / "theirs", published, theirs), recipe="uniform")
+    wanted = packed(write(tmp_path / "mlx", stated, ours), recipe="uniform")
+    assert np.array_equal(logits(found, family), logits(wanted, family))
+
+
 def test_kimi_k3_as_published(tmp_path):
     """The text part has a prefix, and experts are 4-bit floats, whose bytes are those of MLX's mxfp4. Names of weights
     of sums have a dot in the place of an underscore.
