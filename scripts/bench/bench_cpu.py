@@ -33,8 +33,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
 from moeflux_mlx import load_model
+from moeflux_mlx.engine.loop import absorb
 from moeflux_mlx.engine.prefill import Prefill
 from moeflux_mlx.engine.sampling import greedy
+from moeflux_mlx.experts.routing import finished
 from moeflux_mlx.files import read_json
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import PROJECTIONS
@@ -63,7 +65,7 @@ class Runner:
         self.cache = new_cache(self.model)
         tokens = mx.array(self.prompt[:length])
         if isinstance(self.model, Model):
-            mx.eval(Prefill(self.model, self.cache, tokens).run())
+            mx.eval(finished(absorb(Prefill(self.model, self.cache, tokens))))
         else:
             mx.eval(self.model.model(tokens[None], self.cache))
 
