@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks the shape of the package: where ways of mixing tokens are named, how long modules and functions are, which
 public signatures have types without a name, how often code asks whether an array is numpy's or MLX's, and how often
-tests reach for private names.
+tests reach for private names or replace names.
 
     scripts/structure.py
 
@@ -11,7 +11,8 @@ The signature of a public function or method has no bare `Any`: the type has a n
 Code asks for the kind of an array in at most `KIND_PLACES` places besides `KIND`, whose functions serve both.
 Only `LOOP` takes prompts and steps through a model: it alone calls a model's `advance` and `step`.
 Tests use public names: they reach for private ones of the package, which begin with one underscore, in at most
-`PRIVATE_PLACES` places. Prints each fault and fails if there is one. tests/test_imports.py checks that imports point
+`PRIVATE_PLACES` places. They replace names by `monkeypatch.setattr` in at most `PATCHES` places: an argument or a small
+fake serves better. Prints each fault and fails if there is one. tests/test_imports.py checks that imports point
 down without cycles.
 """
 
@@ -24,11 +25,12 @@ from pathlib import Path, PurePath
 PACKAGE = Path(__file__).resolve().parent.parent / "moeflux_mlx"
 TESTS = PACKAGE.parent / "tests"
 MAY_NAME = ("mixers", "families")  # packages that may name a mixer
-MODULE_LINES, FUNCTION_LINES, PRIVATE_PLACES, KIND_PLACES = 400, 60, 60, 53
+MODULE_LINES, FUNCTION_LINES, PRIVATE_PLACES, KIND_PLACES, PATCHES = 400, 60, 60, 53, 536
 KIND, LOOP = PurePath("ops/backend.py"), PurePath("engine/loop.py")
 DRIVES = re.compile(r"(.*\.)?_?model\.(advance|step)")
 PRIVATE = re.compile(r"(?:.*\.)?(_[A-Za-z]\w*)")  # a name, perhaps with those of what it belongs to
 UNNAMED = re.compile(r"\bAny\b")
+PATCH = re.compile(r"\bmonkeypatch\.setattr\(")
 KINDS = {"mx.array", "np.ndarray"}
 LIBRARIES = {"mx", "np"}
 OF_TUPLES = "_replace"  # of a named tuple, where the underscore only avoids names of fields
@@ -174,10 +176,20 @@ def private_places(package: Path, tests: Path) -> list[str]:
     ]
 
 
+def patches(tests: Path) -> dict[str, int]:
+    """How often each file of the tests replaces a name, the most frequent first."""
+    counts = {str(file.relative_to(tests)): len(PATCH.findall(file.read_text("utf-8"))) for file in tests.rglob("*.py")}
+    return dict(sorted(((name, count) for name, count in counts.items() if count), key=lambda item: -item[1]))
+
+
 if __name__ == "__main__":
     found, places, kinds = faults(PACKAGE), private_places(PACKAGE, TESTS), kind_places(PACKAGE)
     if len(places) > PRIVATE_PLACES:
         found += [*places, f"tests reach for private names in {len(places)} places, more than {PRIVATE_PLACES}"]
     if len(kinds) > KIND_PLACES:
         found += [*kinds, f"code asks for the kind of an array in {len(kinds)} places, more than {KIND_PLACES}"]
+    replaced = patches(TESTS)
+    if sum(replaced.values()) > PATCHES:
+        most = ", ".join(f"{name} {count}" for name, count in list(replaced.items())[:5])
+        found.append(f"tests replace names in {sum(replaced.values())} places, more than {PATCHES}: {most}, ...")
     sys.exit("\n".join(found) if found else 0)

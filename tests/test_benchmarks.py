@@ -13,7 +13,8 @@ from tiny_models import tiny_directory, write_tokenizer
 
 from moeflux_mlx.engine import decoding, head_drafts
 
-TINY = ("--tiny", "--layers", 4, "--rounds", 1)
+TINY = ("--tiny", "--rounds", 1)
+PLAIN = ("--variant", "qwen3-30b-a3b", "--layers", 2)  # whose mixers take the least time
 STREAM = ("--rounds", 1, "--max-tokens", 2)
 
 
@@ -33,7 +34,9 @@ def run(monkeypatch, capsys):
         importlib.import_module(name).main()
         return capsys.readouterr().out
 
-    def run_child(command, **_):
+    def run_child(command, env=None, **_):
+        if env is not None:
+            monkeypatch.setenv("XDG_CACHE_HOME", env["XDG_CACHE_HOME"])
         name = command[1].rpartition("/")[2].removesuffix(".py")
         return subprocess.CompletedProcess(command, 0, output(name, *command[2:]))
 
@@ -48,23 +51,23 @@ def model():
 
 def test_decode(run):
     pytest.importorskip("mlx_lm")
-    (row,) = run("bench_decode", *TINY, "--prompt", 20, "--tokens", 18)["rows"]
+    (row,) = run("bench_decode", *TINY, *PLAIN, "--prompt", 20, "--tokens", 18)["rows"]
     assert row["ours"]["peak"] > 0 < row["mlx-lm"]["peak"]
 
 
 def test_batch(run):
-    rows = run("bench_batch", *TINY, "--prompt", 20, "--tokens", 2, "--parallel", 1, 2)["rows"]
+    rows = run("bench_batch", *TINY, *PLAIN, "--prompt", 20, "--tokens", 2, "--parallel", 1, 2)["rows"]
     assert rows.keys() == {"ours 1", "ours 2"}
 
 
 def test_company(run):
-    report = run("bench_company", *TINY, "--prompt", 20, "--answer-prompt", 3, "--tokens", 3)
+    report = run("bench_company", *TINY, *PLAIN, "--prompt", 20, "--answer-prompt", 3, "--tokens", 3)
     assert report["tokens_beside"] and report["longer"] > 0
 
 
-@pytest.mark.parametrize("draft", ["lookup", "head"])
-def test_drafts(run, draft):
-    options = "--draft", draft, "--prompt-tokens", 20, "--tokens", 8, "--depths", 0, 2
+@pytest.mark.parametrize("draft, model", [("lookup", PLAIN), ("head", ("--layers", 4))])
+def test_drafts(run, draft, model):
+    options = *model, "--draft", draft, "--prompt-tokens", 20, "--tokens", 8, "--depths", 0, 2
     assert run("bench_drafts", *TINY, *options)["depths"]["2"]["taken"]
 
 
@@ -87,7 +90,7 @@ def test_cpu(run, model):
 @pytest.mark.parametrize("forms", [(), ("--forms",)])
 def test_native(run, forms):
     native = pytest.importorskip("moeflux_mlx.ops._native")
-    assert native and run("bench_native", "--tiny", "--rounds", 1, *forms)
+    assert native and run("bench_native", "--tiny", "--rounds", 2, *forms)
 
 
 def test_blocks(run):
@@ -167,7 +170,8 @@ def test_prompt_cache(run, model):
     assert results["again"]["computed"] < results["first"]["computed"]
 
 
-def test_warm_start(run, model, tmp_path):
+def test_warm_start(run, model, tmp_path, monkeypatch):
+    monkeypatch.delenv("MOEFLUX_WARM_START")
     trace = routing_trace.synthesize((200, 3, 4), 16, 0.5, 0.0, np.random.default_rng(0))
     routing_trace.save(tmp_path / "trace.npz", trace, 16)
     options = "--first", 2, "--tokens", 4, "--learn", 8, "--prompt", 3, "--rounds", 1

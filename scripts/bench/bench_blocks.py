@@ -13,7 +13,6 @@ import time
 
 import numpy as np
 
-from moeflux_mlx.formats.record import ITEM_BYTES
 from moeflux_mlx.packing.gguf_forms import FORMS, rearrange
 
 MATRIX_BYTES = 2 << 20
@@ -21,11 +20,8 @@ MATRIX_BYTES = 2 << 20
 
 def places_of(kind, blocks):
     """Returns where the parts of a matrix begin."""
-    quant, places = FORMS[kind].quant, [0]
-    for part in quant.parts[:-1]:
-        count, dtype = quant.of_part(part, quant.multiple, FORMS[kind].scales)
-        places.append(places[-1] + blocks * count * ITEM_BYTES[dtype])
-    return places
+    sizes = [part.nbytes for part in FORMS[kind].unpack(np.zeros((1, FORMS[kind].nbytes), np.uint8))]
+    return [0, *(blocks * np.cumsum(sizes[:-1])).tolist()]
 
 
 def rate(call, size):

@@ -57,9 +57,19 @@ Matrix = tuple[mx.array, mx.array, mx.array]
 Stored = tuple[mx.array, ...]  # codes, scales and, if the form has them, the biases
 MXFP4 = Quant(4, 32, "mxfp4")
 COVER = 0.02  # seconds that the GPU is kept busy while the host encodes a chain
+REPEATS, CHAIN = 7, 256  # of a timing, and products that follow one another in it
+ROUNDS, LAUNCHES = 9, 64  # of every form
 ROW = 1 << 25  # values of the row whose running sums keep it busy
 TINY = {"SHAPES": {"397B-A17B": (512, 256, 2)}, "PRODUCTS": [(256, 128)], "PAIRS": [(256, 128)], "TOKENS": (1, 2)}
-TINY |= {"FORM_PRODUCTS": [(256, 128)], "COVER": 1e-4, "ROW": 1 << 12}
+TINY |= {
+    "FORM_PRODUCTS": [(256, 128)],
+    "COVER": 1e-4,
+    "ROW": 1 << 16,
+    "REPEATS": 1,
+    "CHAIN": 2,
+    "ROUNDS": 1,
+    "LAUNCHES": 2,
+}
 
 
 # ---- random weights
@@ -251,14 +261,14 @@ def busy(least: float) -> mx.array:
     return (row[0, :1] * 0).astype(mx.bfloat16)
 
 
-def timed(chain: Callable[[mx.array], mx.array], x: mx.array, launches: int, repeats: int = 7) -> Times:
+def timed(chain: Callable[[mx.array], mx.array], x: mx.array, launches: int) -> Times:
     mx.eval(chain(x))
-    runs = [seconds(lambda: chain(x)) for _ in range(repeats)]
+    runs = [seconds(lambda: chain(x)) for _ in range(REPEATS)]
     wall, build = (statistics.median(r) for r in zip(*runs, strict=True))
     cover = 1.5 * wall + 0.005
     mx.eval(chain(x + busy(cover)))
     spare = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         alone = seconds(lambda: x + busy(cover))[0]
         spare.append(seconds(lambda: chain(x + busy(cover)))[0] - alone)
     return Times(*(1e6 * t / launches for t in (wall, statistics.median(spare), build)))
@@ -345,12 +355,12 @@ def report(row: dict, name: str, ours: Times, theirs: Times, size: float, other:
 
 def time_product(rows: int, columns: int, gib: float) -> dict:
     """Times y = W x in a chain: the first values of y are the next x."""
-    count = max(4, min(400, int(gib * 2**30 / (rows * columns * 9 // 16))))
+    count = max(2, min(400, int(gib * 2**30 / (rows * columns * 9 // 16))))
     w, s, b = random_matrix(count, rows, columns)
     matrices = [tuple(a[i : i + 1].reshape(a.shape[1:]) for a in (w, s, b)) for i in range(count)]
     x = mx.random.normal((1, columns)).astype(mx.bfloat16)
     mx.eval(matrices, x)
-    order = [matrices[i % count] for i in range(max(256, count))]
+    order = [matrices[i % count] for i in range(max(CHAIN, count))]
 
     def chain(product: Callable, y: mx.array) -> mx.array:
         for m in order:
@@ -362,10 +372,10 @@ def time_product(rows: int, columns: int, gib: float) -> dict:
 
 def time_pair(rows: int, columns: int, tokens: int, gib: float) -> dict:
     """Times y = W x, x = V y: two products per step."""
-    count = max(4, min(100, int(gib * 2**30 / (rows * columns * 9 // 8))))
+    count = max(2, min(100, int(gib * 2**30 / (rows * columns * 9 // 8))))
     stacks = random_matrix(count, rows, columns), random_matrix(count, columns, rows)
     pool = [[a[i : i + 1].reshape(a.shape[1:]) for a in m] for i in range(count) for m in stacks]
-    order = [pool[i % len(pool)] for i in range(256)]
+    order = [pool[i % len(pool)] for i in range(CHAIN)]
     x = mx.random.normal((tokens, columns)).astype(mx.bfloat16)
     mx.eval(pool, x)
 
@@ -498,7 +508,7 @@ def form_chains(quant: Quant, gib: float, launches: int) -> dict[str, Launches]:
     """Returns the chains by name. Each uses `gib` of weights in turn."""
     hidden, inner, count = SHAPES["397B-A17B"]
     packed = Record.make(hidden, inner, (quant,) * 3, Record.make(hidden, inner, (quant,) * 3).size)
-    groups = max(4, int(gib * 2**30 / (packed.size * count)))
+    groups = max(2, int(gib * 2**30 / (packed.size * count)))
     records = [random_records(count, packed)[0] for _ in range(groups)]
     slots = mx.array(np.random.permutation(count).astype(np.uint32)[None]) + mx.array(0, mx.uint32)
     weights, act = mx.random.uniform(0, 2e-2, (1, count)), mx.random.normal((1, count, inner)).astype(mx.bfloat16)
@@ -523,20 +533,20 @@ def form_chains(quant: Quant, gib: float, launches: int) -> dict[str, Launches]:
     return chains | {f"qmv {r}x{c}": form_products(quant, r, c, gib, launches) for r, c in FORM_PRODUCTS}
 
 
-def time_forms(gib: float, rounds: int = 9, launches: int = 64) -> list[dict]:
+def time_forms(gib: float) -> list[dict]:
     """Times every width in alternating rounds, beside 4 bits in groups of 64."""
     quants = [Quant(4, 64), *(Quant(bits, 64) for bits in AFFINE_BITS if bits != 4), Quant(4, 32), Quant(3, 128), MXFP4]
-    chains = {quant: form_chains(quant, gib / 2, launches) for quant in quants}
+    chains = {quant: form_chains(quant, gib / 2, LAUNCHES) for quant in quants}
     for parts in chains.values():
         for one in parts.values():
             mx.eval(one.build(one.start))
     rows = []
     for name in chains[quants[0]]:
         rates: dict[Quant, list[float]] = {quant: [] for quant in quants}
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             for quant in quants:
                 one = chains[quant][name]
-                rates[quant].append(launches * one.size / one.seconds())
+                rates[quant].append(LAUNCHES * one.size / one.seconds())
         for quant in quants:
             ratio = statistics.median(a / b for a, b in zip(rates[quant], rates[quants[0]], strict=True))
             rate, size = statistics.median(rates[quant]), chains[quant][name].size

@@ -29,7 +29,9 @@ def long_text(model: Model, positions: int) -> list[LayerCache]:
     cache = model.make_cache()
     for layer, mixer in zip(cache, model.args.mixers, strict=True):
         widths = (mixer.head_dim, mixer.value_width)
-        layer.append(*(mx.random.normal((1, mixer.kv_heads, positions, n)).astype(mx.bfloat16) for n in widths))
+        layer.append(
+            *(mx.random.normal((1, mixer.kv_heads, positions, n)).astype(model.activation_dtype) for n in widths)
+        )
         mx.eval(layer.state[:2])
     return cache
 

@@ -536,7 +536,13 @@ def bench_host(options: argparse.Namespace) -> dict:
             runs[name].append(way())
     parts = parts_of(streamed, options.max_tokens)
     row = {name: 1e6 * statistics.median(times) / layers for name, times in runs.items()}
-    row |= {"pool": sum(parts.values()), "parts": parts, "misses": source.stats.misses, "layers": layers}
+    row |= {
+        "bench": "host",
+        "pool": sum(parts.values()),
+        "parts": parts,
+        "misses": source.stats.misses,
+        "layers": layers,
+    }
     if "resident" in runs:
         pairs = zip(runs["streamed"], runs["resident"], strict=True)
         row["beyond"] = 1e6 * statistics.median(one - other for one, other in pairs) / layers
@@ -657,10 +663,10 @@ def inside(arguments: list, limits: dict[str, str]) -> dict:
         enter += f"echo $$ > {groups[-1]}/cgroup.procs; "
     command = ["sh", "-c", f'{enter} exec "$@"', "sh", sys.executable, __file__, *map(str, arguments)]
     try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        peak = watch(process, GROUPS / "memory" / name)
-        assert process.stdout is not None
-        return {**json.loads(process.stdout.read().splitlines()[-1]), **peak}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            peak = watch(process, GROUPS / "memory" / name)
+            assert process.stdout is not None
+            return {**json.loads(process.stdout.read().splitlines()[-1]), **peak}
     finally:
         for group in groups:
             leave(group)
