@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks the shape of the package: where ways of mixing tokens are named, how long modules and functions are, which
 public signatures have types without a name, how often code asks whether an array is numpy's or MLX's, which names
-nothing uses, and how often tests reach for private names.
+nothing uses, and how often tests reach for private names or replace names.
 
     scripts/structure.py
 
@@ -14,7 +14,8 @@ it, unless it belongs to `PUBLIC` or has a reason in `SEAMS`. A use is found by 
 an import, an attribute of anything, a string that is this name, or one in an annotation.
 Only `LOOP` takes prompts and steps through a model: it alone calls a model's `advance` and `step`.
 Tests use public names: they reach for private ones of the package, which begin with one underscore, in at most
-`PRIVATE_PLACES` places. Prints each fault and fails if there is one. tests/test_imports.py checks that imports point
+`PRIVATE_PLACES` places. They replace names by `monkeypatch.setattr` in at most `PATCHES` places: an argument or a small
+fake serves better. Prints each fault and fails if there is one. tests/test_imports.py checks that imports point
 down without cycles.
 """
 
@@ -27,12 +28,13 @@ from pathlib import Path, PurePath
 PACKAGE = Path(__file__).resolve().parent.parent / "moeflux_mlx"
 TESTS = PACKAGE.parent / "tests"
 MAY_NAME = ("mixers", "families")  # packages that may name a mixer
-MODULE_LINES, FUNCTION_LINES, PRIVATE_PLACES, KIND_PLACES = 400, 60, 60, 53
+MODULE_LINES, FUNCTION_LINES, PRIVATE_PLACES, KIND_PLACES, PATCHES = 400, 60, 60, 53, 564
 KIND, LOOP = PurePath("ops/backend.py"), PurePath("engine/loop.py")
 DRIVES = re.compile(r"(.*\.)?_?model\.(advance|step)")
 PRIVATE = re.compile(r"(?:.*\.)?(_[A-Za-z]\w*)")  # a name, perhaps with those of what it belongs to
 NAMES = re.compile(r"\w+(\[\w+\])?")
 UNNAMED = re.compile(r"\bAny\b")
+PATCH = re.compile(r"\bmonkeypatch\.setattr\(")
 KINDS = {"mx.array", "np.ndarray"}
 LIBRARIES = {"mx", "np"}
 OF_TUPLES = "_replace"  # of a named tuple, where the underscore only avoids names of fields
@@ -44,7 +46,6 @@ SEAMS = {  # name that only tests, scripts, users or libraries use: the reason
     "invalidate": "tests and benchmarks read records again",
     "Request.api": "tests choose by it how an answer is written",
     "TokenLogprob.token_id": "tests compare it with the chosen token",
-    "KeepWarm.launched": "tests count launches",
     "TokenizerWrapper.think_start": "mlx-lm's tokenizers have it",
     "TokenizerWrapper.think_end": "mlx-lm's tokenizers have it",
     **dict.fromkeys(("PatientProtocol.eof_received", "PatientProtocol.send_400_response"), LIBRARY),
@@ -54,6 +55,7 @@ SEAMS = {  # name that only tests, scripts, users or libraries use: the reason
 LONG = {  # module: why it is longer
     "engine/session.py": "one text: what is kept of it, and how a prompt goes on from that",
     "experts/streamed.py": "one source of experts: turns, requests and memory share one lock",
+    "families/fields.py": "the fields of config.json that several families read, each as it is checked",
     "mixers/delta/op.py": ONE_OPERATION,
     "model/decoder.py": "the whole model: what it computes of a token, of rows and of a span",
     "mixers/latent/op.py": ONE_OPERATION,
@@ -254,6 +256,12 @@ def private_places(package: Path, tests: Path) -> list[str]:
     ]
 
 
+def patches(tests: Path) -> dict[str, int]:
+    """How often each file of the tests replaces a name, the most frequent first."""
+    counts = {str(file.relative_to(tests)): len(PATCH.findall(file.read_text("utf-8"))) for file in tests.rglob("*.py")}
+    return dict(sorted(((name, count) for name, count in counts.items() if count), key=lambda item: -item[1]))
+
+
 if __name__ == "__main__":
     found = faults(PACKAGE) + unused(PACKAGE)
     places, kinds = private_places(PACKAGE, TESTS), kind_places(PACKAGE)
@@ -261,4 +269,8 @@ if __name__ == "__main__":
         found += [*places, f"tests reach for private names in {len(places)} places, more than {PRIVATE_PLACES}"]
     if len(kinds) > KIND_PLACES:
         found += [*kinds, f"code asks for the kind of an array in {len(kinds)} places, more than {KIND_PLACES}"]
+    replaced = patches(TESTS)
+    if sum(replaced.values()) > PATCHES:
+        most = ", ".join(f"{name} {count}" for name, count in list(replaced.items())[:5])
+        found.append(f"tests replace names in {sum(replaced.values())} places, more than {PATCHES}: {most}, ...")
     sys.exit("\n".join(found) if found else 0)

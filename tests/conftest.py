@@ -19,7 +19,7 @@ from moeflux_mlx.model import decoder
 from moeflux_mlx.ops.cores import cores
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), *(str(folder) for folder in HERE.iterdir() if any(folder.glob("test_*.py")))]
+sys.path[:0] = [str(HERE), *(str(folder) for folder in HERE.iterdir() if any(folder.glob("*.py")))]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["MOEFLUX_TILES"] = "code"  # ignore the tiles that this machine's user has tuned
 os.environ["MOEFLUX_WARM_START"] = "off"  # no test depends on what others used, or adds to the user's file
@@ -33,6 +33,18 @@ settings.register_profile("full", settings.get_profile("moeflux"), max_examples=
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="the whole grids too, which take minutes")
+    parser.addoption("--at-once", action="store_true", help="print each failure when it happens")
+
+
+class AtOnce:
+    """Prints each failure when it happens, so that a run that is ended has told them."""
+
+    def __init__(self, config):
+        self.terminal = config.pluginmanager.get_plugin("terminalreporter")
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.terminal.write_line(f"\n{report.nodeid} ({report.when})\n{report.longreprtext}")
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
@@ -48,6 +60,8 @@ def pytest_configure(config):
     if find_spec("moeflux_mlx.ops._native") is None:  # on a GPU machine, where the CPU computes little
         config.addinivalue_line("filterwarnings", "ignore:the native CPU kernels are not built")
     if not hasattr(config, "workerinput"):
+        if config.getoption("--at-once"):
+            config.pluginmanager.register(AtOnce(config))
         kept = tempfile.TemporaryDirectory(prefix="moeflux-tiny-")
         os.environ["MOEFLUX_TINY_MODELS"] = kept.name  # the workers inherit it
         config.add_cleanup(kept.cleanup)

@@ -113,6 +113,12 @@ def test_tests_that_reach_for_private_names_are_seen(package, tmp_path_factory):
     assert structure.private_places(package, tests) == want
 
 
+def test_replaced_names_are_counted(tmp_path):
+    (tmp_path / "test_thing.py").write_text("monkeypatch.setattr(a, 'b', 1)\nmonkeypatch.setenv('A', 'b')\n")
+    (tmp_path / "test_other.py").write_text("patch.setattr(a, 'b', 1)\n")
+    assert structure.patches(tmp_path) == {"test_thing.py": 1}
+
+
 def test_questions_for_the_kind_of_an_array_are_seen(package):
     asking = (
         "isinstance(x, mx.array)\nisinstance(x, (int, np.ndarray))\nlibrary is not mx\nbackend.computes_at_once(x)\n"

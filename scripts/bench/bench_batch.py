@@ -21,21 +21,20 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
-from bench_decode import ours, theirs
-from make_random_model import config_of
+from bench_decode import add_variant, ours, theirs, variant_config
 from routing_trace import Traced, missed, steps_of
 from streamed import add_options, add_trace, held_drive, settings, trace_of
 
 from moeflux_mlx import load_model
-from moeflux_mlx.engine.batch import advance_together
 from moeflux_mlx.engine.decoding import Decoding
-from moeflux_mlx.engine.prefill import Prefill
+from moeflux_mlx.engine.loop import Text, advance_together
+from moeflux_mlx.engine.prompt import checked_prompt
 from moeflux_mlx.engine.settings import configure_mlx
-from moeflux_mlx.spec import ModelArgs, variants
+from moeflux_mlx.spec import ModelArgs
 
 WARMUP = 8  # steps before the first round
 Advance = Callable[[], Any]  # advances every sequence by one token
@@ -54,8 +53,7 @@ def main() -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    made.add_argument("--variant", default="qwen3.6-35b-a3b", choices=variants())
-    made.add_argument("--layers", type=int, help="of the variant; default: all")
+    add_variant(made)
     made.add_argument("--model", help="a directory to load in place of a variant")
     add_options(made)
     add_trace(made)
@@ -103,7 +101,7 @@ def makers(options: argparse.Namespace) -> Any:
     """Yields a name and the function that advances the sequences, for each case."""
     config, model = None, None
     if options.model is None:
-        config = config_of(options.variant, options.layers)
+        config = variant_config(options)
         model = ours(ModelArgs.from_dict(config))
     else:
         model = load_model(options.model, **settings(options))
@@ -133,8 +131,10 @@ def prompts(options: argparse.Namespace, count: int, vocabulary: int) -> list[li
 
 
 def decoding(model: Any, prompt: list[int]) -> Decoding:
-    cache, tokens = model.make_cache(), mx.array(prompt, mx.uint32)
-    return Decoding(model, cache, tokens, Prefill(model, cache, tokens).run())
+    text = Text(model, model.make_cache(), checked_prompt(prompt, model))
+    while text.advance_prompt() is not None:
+        pass
+    return cast(Decoding, text.decoding)
 
 
 def steps(advance: Advance, count: int) -> float:

@@ -13,19 +13,15 @@ import time
 
 import numpy as np
 
-from moeflux_mlx.formats.record import ITEM_BYTES
 from moeflux_mlx.packing.gguf_forms import FORMS, rearrange
 
-MATRIX_BYTES, MATRICES = 2 << 20, 40
+MATRIX_BYTES = 2 << 20
 
 
 def places_of(kind, blocks):
     """Returns where the parts of a matrix begin."""
-    quant, places = FORMS[kind].quant, [0]
-    for part in quant.parts[:-1]:
-        count, dtype = quant.of_part(part, quant.multiple, FORMS[kind].scales)
-        places.append(places[-1] + blocks * count * ITEM_BYTES[dtype])
-    return places
+    sizes = [part.nbytes for part in FORMS[kind].unpack(np.zeros((1, FORMS[kind].nbytes), np.uint8))]
+    return [0, *(blocks * np.cumsum(sizes[:-1])).tolist()]
 
 
 def rate(call, size):
@@ -34,10 +30,10 @@ def rate(call, size):
     return size / (time.process_time() - start) / 1e9
 
 
-def measure(kind, rounds, rng):
+def measure(kind, rounds, rng, count):
     blocks = MATRIX_BYTES // FORMS[kind].nbytes
     size, places = blocks * FORMS[kind].nbytes, places_of(kind, blocks)
-    matrices = [rng.integers(0, 256, size, dtype=np.uint8) for _ in range(MATRICES)]
+    matrices = [rng.integers(0, 256, size, dtype=np.uint8) for _ in range(count)]
     target = np.empty(size, np.uint8)
 
     def native():
@@ -49,7 +45,7 @@ def measure(kind, rounds, rng):
             np.copyto(target, matrix)
 
     native(), copy()
-    pairs = [(rate(native, size * MATRICES), rate(copy, size * MATRICES)) for _ in range(rounds)]
+    pairs = [(rate(native, size * count), rate(copy, size * count)) for _ in range(rounds)]
     by_numpy = rate(lambda: FORMS[kind].unpack(matrices[0].reshape(blocks, -1)), size)
     return {
         "GB/s": statistics.median(a for a, _ in pairs),
@@ -61,9 +57,10 @@ def measure(kind, rounds, rng):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9, help="repetitions (default 9)")
-    rounds, rng, report = parser.parse_args().rounds, np.random.default_rng(0), {}
+    parser.add_argument("--matrices", type=int, default=40, help="that are rearranged in turn (default 40)")
+    options, rng, report = parser.parse_args(), np.random.default_rng(0), {}
     for kind in FORMS:
-        report[kind] = measure(kind, rounds, rng)
+        report[kind] = measure(kind, options.rounds, rng, options.matrices)
         print(
             "{:8} {GB/s:6.2f} GB/s, {of copy:5.2f} of a copy; numpy {numpy:5.2f}".format(kind, **report[kind]),
             flush=True,

@@ -5,7 +5,7 @@
     scripts/bench/bench_company.py --model DIR [--expert-io pread] [--expert-cache-gb G] [--drive-mbps M]
 
 A variant gets random weights with all experts in memory; a directory is loaded. As in the server's worker, steps of the
-answer run between two waves, blocks or layers of the prompt, for their share of the time (`Pace`). Prints for each
+answer run between two waves, blocks or layers of the prompt, for their share of the time (`TurnPace`). Prints for each
 round the milliseconds from one token to the next, median and 95 %, alone and beside the prompt, and the prompt's
 seconds alone and beside the answer. Ends with one JSON line: medians over the rounds, and the ratio of the prompt's
 times, a median of the rounds' ratios.
@@ -21,21 +21,18 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from bench_batch import decoding
-from bench_decode import ours
+from bench_decode import add_variant, ours, variant_config
 from bench_prompt import quartiles, random_prompt
-from make_random_model import config_of
 from streamed import add_options, held_drive, settings
 
 from moeflux_mlx import load_model
-from moeflux_mlx.engine.batch import advance_together
 from moeflux_mlx.engine.decoding import Decoding
+from moeflux_mlx.engine.loop import absorb, advance_together
 from moeflux_mlx.engine.prefill import Prefill
 from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.server.running import Totals
 from moeflux_mlx.server.worker import TurnPace
-from moeflux_mlx.spec import ModelArgs, variants
-
-ANSWER = 200  # tokens of an answer alone
+from moeflux_mlx.spec import ModelArgs
 
 
 def main() -> None:
@@ -54,13 +51,13 @@ def main() -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    made.add_argument("--variant", default="qwen3.6-35b-a3b", choices=variants())
-    made.add_argument("--layers", type=int, help="of the variant; default: all")
+    add_variant(made)
     made.add_argument("--model", help="a directory to load in place of a variant")
     add_options(made)
     made.add_argument("--prompt", type=int, default=8192, help="tokens (%(default)s)")
     made.add_argument("--answer-prompt", type=int, default=256, help="tokens before the answer (%(default)s)")
     made.add_argument("--decode-share", type=float, default=1 / 3)
+    made.add_argument("--tokens", type=int, default=200, help="of the answer alone in a round (%(default)s)")
     made.add_argument("--rounds", type=int, default=9)
     return made
 
@@ -68,13 +65,12 @@ def parser() -> argparse.ArgumentParser:
 def model_of(options: argparse.Namespace) -> Any:
     if options.model is not None:
         return load_model(options.model, **settings(options))
-    config = config_of(options.variant, options.layers)
-    return ours(ModelArgs.from_dict(config))
+    return ours(ModelArgs.from_dict(variant_config(options)))
 
 
 def one_round(model: Any, answer: Decoding, prompt: list[int], options: argparse.Namespace) -> dict[str, float]:
     """Returns milliseconds of tokens and seconds of prompts."""
-    alone = gaps([next_token(answer) for _ in range(ANSWER)])
+    alone = gaps([next_token(answer) for _ in range(options.tokens)])
     prompt_alone, _ = run_prompt(model, prompt, None, options.decode_share)
     prompt_beside, times = run_prompt(model, prompt, answer, options.decode_share)
     beside = gaps(times)
@@ -101,20 +97,15 @@ def run_prompt(model: Any, prompt: list[int], answer: Decoding | None, share: fl
     times of the tokens.
     """
     pace, times = TurnPace(share, Totals()), list[float]()
-
-    def between(done: int, total: int) -> None:
-        pace.pause_prompt(answer is not None)
+    mx.synchronize()
+    start = began = time.perf_counter()
+    for _ in absorb(Prefill(model, model.make_cache(), mx.array(prompt, mx.uint32))):
+        pace.computed(time.perf_counter() - began, answer is not None)
         while answer is not None and pace.is_due:
             began = time.perf_counter()
-            with model.experts.interlude():
-                times.append(next_token(answer))
+            times.append(next_token(answer))
             pace.stepped(times[-1] - began)
-        pace.begin_prompt()
-
-    mx.synchronize()
-    start = time.perf_counter()
-    pace.begin_prompt()
-    Prefill(model, model.make_cache(), mx.array(prompt, mx.uint32)).run(between)
+        began = time.perf_counter()
     return time.perf_counter() - start, times
 
 

@@ -33,8 +33,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
 from moeflux_mlx import load_model
+from moeflux_mlx.engine.loop import absorb
 from moeflux_mlx.engine.prefill import Prefill
 from moeflux_mlx.engine.sampling import greedy
+from moeflux_mlx.experts.routing import finished
 from moeflux_mlx.files import read_json
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import PROJECTIONS
@@ -43,7 +45,6 @@ from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.ops import native
 from moeflux_mlx.quant import PARTS
 
-READ_BYTES = 1 << 30
 FORMS = {f"moeflux-mlx {bits} bits": bits for bits in native.ACTIVATIONS}
 OURS, FLOAT32, BFLOAT16 = f"moeflux-mlx {native.EXACT} bits", "mlx-lm float32", "mlx-lm bfloat16"
 BUSY = "import os; os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})\nwhile True: pass"
@@ -63,7 +64,7 @@ class Runner:
         self.cache = new_cache(self.model)
         tokens = mx.array(self.prompt[:length])
         if isinstance(self.model, Model):
-            mx.eval(Prefill(self.model, self.cache, tokens).run())
+            mx.eval(finished(absorb(Prefill(self.model, self.cache, tokens))))
         else:
             mx.eval(self.model.model(tokens[None], self.cache))
 
@@ -162,10 +163,10 @@ def main() -> None:
     peers = [] if options.alone else [(FLOAT32, mx.float32), (BFLOAT16, mx.bfloat16)][: 2 - options.no_bfloat16]
     for name, dtype in peers:
         runners[name] = Runner(peer(options.model, ours, dtype), prompt)
-    words = np.ones(READ_BYTES // 4, np.uint32)
+    words = np.ones(options.read_mib << 18, np.uint32)
     for name in FORMS:
         runners[name].start(options.prompt)
-        runners[name].decode(200)  # maps the pages of every expert
+        runners[name].decode(options.warm)  # maps the pages of every expert
     slow = None
     if FLOAT32 in runners:
         check_same(runners)
@@ -197,7 +198,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("model", type=Path, help="of the qwen3_moe family, made by make_random_model.py")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prefill")
+    parser.add_argument("--warm", type=int, default=200, help="tokens that map the pages of every expert (%(default)s)")
     parser.add_argument("--threads", type=int, help="default: one for each core")
+    parser.add_argument("--read-mib", type=int, default=1024, help="read for the bandwidth (%(default)s)")
     parser.add_argument("--alone", action="store_true", help="without mlx-lm")
     parser.add_argument("--no-bfloat16", action="store_true", help="leave out mlx-lm's slowest form")
     parser.add_argument("--cpu-time", action="store_true", help="count the process's CPU time, not the clock's")

@@ -2,7 +2,7 @@
 """Compares prompts and decode of whole models on a GPU with mlx-lm's or mlx-vlm's model of the same shapes, in turns.
 
     scripts/bench/bench_decode.py [--variant qwen3.6-35b-a3b] [--layers N] [--against mlx-lm|mlx-vlm|none]
-        [--prompt 512 4096] [--rounds 9] [--seconds S] [--tiles auto]
+        [--prompt 512 4096] [--tokens 64] [--rounds 9] [--seconds S] [--tiles auto]
 
 Both models are in memory at once, with every expert. Weights are random, 4 bits in groups of 64, drawn on the GPU, so
 nothing is read from disk except rows of n-gram tables, which are cut to 20,000 rows a head for both (mlx-vlm: in one
@@ -38,7 +38,7 @@ from moeflux_mlx.engine.budget import plan_memory
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.kernel_cache import compiling
 from moeflux_mlx.engine.load_settings import LoadSettings
-from moeflux_mlx.engine.machine import Figures, machine_figures
+from moeflux_mlx.engine.machine import Figures, default_dtype, machine_figures
 from moeflux_mlx.engine.memory_plan import MemoryPlan
 from moeflux_mlx.engine.random_weights import Shapes, random_parts, random_records, randomise
 from moeflux_mlx.engine.settings import configure_mlx
@@ -53,28 +53,26 @@ from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.tables import Tables
 from moeflux_mlx.model.tensors import variant_bytes
+from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.tiles import CODE, Tiles
 from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs, variants
 
-TOKENS, WARMUP = 64, 16  # after each prompt; the first ones do not count
+WARMUP = 16  # tokens after a prompt that do not count
 TABLE = {"ngram_vocab_size_base": 20_000, "split_ngram_parts": 1}
 TABLE_QUANT = Quant(4, 32)  # its rows have 160 values
 QUIET = ("Broadcast", "ExpandDims", "Squeeze", "Reshape", "Slice", "Split", "Transpose", "View", "Flatten", "Unflatten")
 
 
 class RandomExperts(MappedExperts):
-    """Random experts that were never on a disk, all in GPU memory."""
+    """Random experts that were never on a disk, all in memory."""
 
     def __init__(self, layout: ExpertLayout):
         super().__init__(PackedExperts(layout, {}))
-        self.layers = {layer: self._random(layout, layer) for layer in layout.moe_layers}
-
-    def _random(self, layout: ExpertLayout, layer: int) -> mx.array:
-        """Returns [num_experts, words]: random codes, with scales and biases as large as a trained model's."""
-        blob = random_records(layout.records[layer], layout.num_experts).blob
-        mx.eval(blob)
-        return blob
+        for layer in layout.moe_layers:
+            blob = random_records(layout.records[layer], layout.num_experts).blob
+            mx.eval(blob)
+            self.add(layer, blob if backend.has_kernels() else np.array(blob))
 
 
 def ours(
@@ -83,12 +81,22 @@ def ours(
     sizes: PromptSizes = PromptSizes(),  # noqa: B008
     tables: Tables | None = None,
 ) -> Model:
-    shapes = Shapes.of_args(args, mx.bfloat16)
+    shapes = Shapes.of_args(args, default_dtype())
     with compiling(shapes, tiles):
         model = Model(args, RoutedExperts(RandomExperts(shapes.layout)), sizes=sizes, tiles=tiles, tables=tables)
         randomise(model, "", shapes)
         mx.eval(model.parameters())
     return model
+
+
+def add_variant(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--variant", default="qwen3.6-35b-a3b", choices=variants())
+    parser.add_argument("--layers", type=int, help="of the variant; default: all")
+    parser.add_argument("--tiny", action="store_true", help="with 8 experts and tiny widths, to see whether it runs")
+
+
+def variant_config(options: argparse.Namespace) -> dict:
+    return config_of(options.variant, options.layers, 8 if options.tiny else None, options.tiny)
 
 
 def random_tables(args: ModelArgs) -> Tables | None:
@@ -207,14 +215,14 @@ class Runner:
         model = make()
         return cls(model, generate, mx.get_active_memory() - before)
 
-    def run(self, prompt: list[int]) -> dict[str, float]:
+    def run(self, prompt: list[int], tokens: int) -> dict[str, float]:
         """Returns the tokens per second of a prompt and of decoding after it, and the peak of this model's memory."""
         mx.synchronize()
         mx.clear_cache()
         mx.reset_peak_memory()
         others = mx.get_active_memory() - self.nbytes
         times = [time.perf_counter()]
-        for _ in self.generate(mx.array(prompt), self.model, max_tokens=TOKENS):
+        for _ in self.generate(mx.array(prompt), self.model, max_tokens=tokens):
             times.append(time.perf_counter())
         return {
             "prompt": len(prompt) / (times[1] - times[0]),
@@ -226,7 +234,7 @@ class Runner:
 def planned(args: ModelArgs, figures: Figures, tokens: int, **sizes: int) -> MemoryPlan:
     """Returns the memory plan for `tokens` tokens with every expert in memory."""
     demand = LoadSettings(context=tokens, expert_io="mmap", **sizes).demand(
-        args, variant_bytes(args, mx.bfloat16), mx.bfloat16
+        args, variant_bytes(args, default_dtype()), default_dtype()
     )
     return plan_memory(args, ExpertLayout.from_args(args), figures, demand)
 
@@ -238,7 +246,7 @@ def measure(runners: dict[str, Runner], length: int, options: argparse.Namespace
     for i in range(-1, options.rounds):
         prompt = random_prompt(runners["ours"].model, length, seed=i + 1)
         for name in turns(list(runners), i):
-            run = runners[name].run(prompt)
+            run = runners[name].run(prompt, options.tokens)
             runs[name] += [run] if i >= 0 else []
             rates = f"prompt {run['prompt']:.1f}, decode {run['decode']:.2f} tokens/s"
             print(f"{length} tokens, {name}: {rates}" + ("" if i >= 0 else " (warm-up)"), flush=True)
@@ -272,16 +280,16 @@ def report(runs: dict[str, list[dict]], length: int, plan_bytes: int) -> dict[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--variant", default="qwen3.6-35b-a3b", choices=variants())
-    parser.add_argument("--layers", type=int)
+    add_variant(parser)
     parser.add_argument("--against", choices=["mlx-lm", "mlx-vlm", "none"], default="mlx-lm", help="(%(default)s)")
     parser.add_argument("--prompt", type=int, nargs="+", default=[512], help="lengths (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=64, help=f"after a prompt, more than {WARMUP + 1} (%(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="(%(default)s)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which a length has no more rounds")
     parser.add_argument("--tiles", default="code", choices=("auto", "code"), help="(%(default)s)")
     options = parser.parse_args()
     configure_mlx()  # as every command does; the other model runs under the same settings
-    config = config_of(options.variant, options.layers)
+    config = variant_config(options)
     body = config.get("text_config", config)
     body |= TABLE if TABLE.keys() <= body.keys() else {}
     args = ModelArgs.from_dict(config)
@@ -291,12 +299,12 @@ def main() -> None:
         step = importlib.import_module("mlx_lm.generate").generate_step
         runners[options.against] = Runner.of(lambda: theirs(config, options.against), step)
     figures = machine_figures()  # of the memory that the other model leaves free
-    sizes = planned(args, figures, max(options.prompt) + TOKENS).sizes
+    sizes = planned(args, figures, max(options.prompt) + options.tokens).sizes
     make = partial(ours, args, choose(options.tiles), sizes, random_tables(args))
     runners = {"ours": Runner.of(make, generate_step), **runners}
     rows = []
     for length in options.prompt:
-        plan = planned(args, figures, length + TOKENS, span=sizes.span, prefill_step_size=sizes.block)
+        plan = planned(args, figures, length + options.tokens, span=sizes.span, prefill_step_size=sizes.block)
         rows.append(report(measure(runners, length, options), length, plan.fixed - plan.runtime + plan.experts))
     total = {}
     for name, runner in runners.items():

@@ -34,8 +34,7 @@ import mlx.core as mx
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_decode import ours
-from make_random_model import config_of
+from bench_decode import add_variant, ours, variant_config
 from routing_trace import Traced, missed, steps_of
 from streamed import add_options, add_trace, held_drive, settings, trace_of
 
@@ -57,7 +56,7 @@ from moeflux_mlx.model.head import DraftHead
 from moeflux_mlx.model.step import SequenceRows, Step
 from moeflux_mlx.model.tensors import needed, stored_as
 from moeflux_mlx.packing.heads import RESIDENT
-from moeflux_mlx.spec import ModelArgs, variants
+from moeflux_mlx.spec import ModelArgs
 
 STORY = "Tell me a story about Tom. Then tell me the same story again, word for word."
 
@@ -68,7 +67,7 @@ class Guided(HeadDrafts):
     told: "Told"
 
     def propose(self, count: int) -> list[int]:
-        self.told.count = len(self._tokens) - self.told.start
+        self.told.count = len(self.tokens) - self.told.start
         return self.told.propose(count) if len(super().propose(count)) else []
 
 
@@ -230,8 +229,7 @@ def add_allowed(rows: dict[str, dict]) -> None:
 
 
 def random_model(options: argparse.Namespace) -> Model:
-    config = config_of(options.variant, options.layers)
-    return ours(ModelArgs.from_dict(config), choose("code"))
+    return ours(ModelArgs.from_dict(variant_config(options)), choose("code"))
 
 
 def random_head(model: Model) -> DraftHead:
@@ -267,8 +265,7 @@ def opened(options: argparse.Namespace) -> tuple[Model, list[list[int]], TracedT
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--variant", default="qwen3.6-35b-a3b", choices=variants())
-    parser.add_argument("--layers", type=int)
+    add_variant(parser)
     parser.add_argument("--model", help="demo, or a model's directory")
     parser.add_argument("--draft", choices=("lookup", "head"), default="lookup")
     parser.add_argument("--prompt", nargs="+", default=[STORY], help="of a model that is loaded")

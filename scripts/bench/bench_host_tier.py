@@ -34,7 +34,7 @@ AT_ONCE = 10  # records that are copied at a time: a token's of one layer
 def main() -> None:
     options = parser().parse_args()
     if backend.name() != "cuda":
-        raise SystemExit("error: records are copied to CUDA devices only")
+        print("records are copied to CUDA devices only: here both sources are alike")
     engines = {name: opened(options, name == "host") for name in ("disk", "host")}
     fill(engines["host"].experts)
     runs: dict[str, list[dict]] = {name: [] for name in engines}
@@ -112,7 +112,8 @@ def bus_rate(source: StreamedExperts, copies: int = 100) -> float:
     (pool,) = source.pools
     pool.finish_copies()
     staging = pool.staging
-    assert staging is not None
+    if staging is None:
+        return float("nan")
     rows = np.random.default_rng(0).permutation(staging.host.owned)[:copies].tolist()
     start = time.perf_counter()
     for first in range(0, len(rows), AT_ONCE):

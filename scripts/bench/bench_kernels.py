@@ -1,7 +1,6 @@
 """Checks and times the kernels on this machine's GPU (Metal or CUDA), and MLX's own operations for comparison.
 
-    python scripts/bench/bench_kernels.py [--gib 1.5] [--layers 256] [--skip-check] [--sections delta dequantize ...]
-                                    [--tiles 8x2x4x8 ...]
+    python scripts/bench/bench_kernels.py [--gib 1.5] [--layers 256] [--skip-check] [--sections experts products ...]
 
 Checks every operation against float64 numpy at the three target shapes in three dtypes, with fresh random inputs and
 poisoned outputs, and shows that each bound catches planted faults. Then times one layer of experts and single
@@ -10,14 +9,9 @@ Prints tables and ends with one line of JSON. Times are medians. "wall" is mx.ev
 the same while the GPU is kept busy until all launches are encoded, so that the host's share does not show; "build" is
 Python's part. TB/s counts the weights only, against "gpu".
 
-The section "delta" times the delta rule's steps for prompts with every tile of `--tiles` (lanes x rows x simdgroups x
-steps of a block; the table's own if none is given), each checked against the twin first; the fastest that is right is
-then timed at every length beside MLX's own ("wall"). "dequantize" does so for unpacking records, where lanes and steps
-have no meaning.
-
 The section "geometry" checks every form of matrices that kernels read, then times one layer of 397B-A17B's experts and
 a product in each width, in alternating rounds: the ratio of bytes a second to 4 bits' is the median of the rounds'.
-`--tiles` are tiles of expert_gate_up there.
+`moeflux tune` tries tiles.
 """
 
 import argparse
@@ -34,9 +28,7 @@ import numpy as np
 from moeflux_mlx.engine.random_weights import random_parts
 from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.mixers.delta import op as delta
-from moeflux_mlx.mixers.delta.op import gated_delta, gated_delta_ops, gated_delta_tokens
-from moeflux_mlx.ops import backend, dequantize, experts, launch
+from moeflux_mlx.ops import backend, launch
 from moeflux_mlx.ops.combine import moe_combine
 from moeflux_mlx.ops.dequantize import dequantized_records
 from moeflux_mlx.ops.experts import expert_down_combine, expert_gate_up
@@ -44,7 +36,6 @@ from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.ops.linear import qmv
 from moeflux_mlx.ops.matrix import Part
 from moeflux_mlx.ops.records import Records
-from moeflux_mlx.ops.tiles import TILES, Tile
 from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, EXPERTS, GRID, Quant
 
 SHAPES = {"35B-A3B": (2048, 512, 8), "397B-A17B": (4096, 1024, 10), "Cogito-671B": (7168, 2048, 8)}  # H, I, K
@@ -59,16 +50,27 @@ PRODUCTS = [
 ]
 PAIRS = [(4096, 2048), (512, 2048), (8192, 4096)]  # O, I: a product and then one back to I, at several token counts
 TOKENS = (1, 2, 4, 8)
-HEADS = {"35B-A3B": (32, 16), "397B-A17B": (64, 16)}  # value heads and key heads, of 128 by 128
-LENGTHS = (512, 2048, 4096)  # the tokens of a block of a prompt
-UNPACKED = {"35B-A3B": 256, "397B-A17B": 64}  # how many experts are dequantised at once
-SECTIONS = ("experts", "products", "delta", "dequantize", "geometry")
+FORM_PRODUCTS = [(20480, 4096), (61440, 4096)]  # for both tiles of one token; the GPU takes longer than the host
+SECTIONS = ("experts", "products", "geometry")
 BOUNDS = {mx.float32: 1e-3, mx.bfloat16: 2e-2, mx.float16: 5e-3}  # largest error over largest value, per row
 SHIFTS = np.arange(8, dtype=np.uint32) * 4
 Matrix = tuple[mx.array, mx.array, mx.array]
 Stored = tuple[mx.array, ...]  # codes, scales and, if the form has them, the biases
 MXFP4 = Quant(4, 32, "mxfp4")
 COVER = 0.02  # seconds that the GPU is kept busy while the host encodes a chain
+REPEATS, CHAIN = 7, 256  # of a timing, and products that follow one another in it
+ROUNDS, LAUNCHES = 9, 64  # of every form
+ROW = 1 << 25  # values of the row whose running sums keep it busy
+TINY = {"SHAPES": {"397B-A17B": (512, 256, 2)}, "PRODUCTS": [(256, 128)], "PAIRS": [(256, 128)], "TOKENS": (1, 2)}
+TINY |= {
+    "FORM_PRODUCTS": [(256, 128)],
+    "COVER": 1e-4,
+    "ROW": 1 << 16,
+    "REPEATS": 1,
+    "CHAIN": 2,
+    "ROUNDS": 1,
+    "LAUNCHES": 2,
+}
 
 
 # ---- random weights
@@ -198,8 +200,9 @@ def check() -> list[dict]:
             results = [errors, check_combine(hidden, count, dtype)]
             results += [check_product(1032, hidden, tokens, dtype) for tokens in (1, 3, 8)]
             rows.append(verdict(name, dtype, results))
-    large = check_product(16384, 7168, 1, mx.bfloat16)
-    return [*rows, verdict("16384x7168", mx.bfloat16, [large])]
+    rows_columns = max(PRODUCTS[:3])
+    large = check_product(*rows_columns, 1, mx.bfloat16)
+    return [*rows, verdict("{}x{}".format(*rows_columns), mx.bfloat16, [large])]
 
 
 def verdict(name: str, dtype: mx.Dtype, results: list[dict[str, float]]) -> dict:
@@ -245,7 +248,7 @@ def seconds(build: Callable[[], mx.array | list[mx.array]]) -> tuple[float, floa
 @functools.cache
 def long_row() -> tuple[mx.array, float]:
     """Returns a vector, and the seconds that its running sum takes."""
-    row = mx.random.uniform(-1, 1, (1, 1 << 25))
+    row = mx.random.uniform(-1, 1, (1, ROW))
     mx.eval(row)
     return row, statistics.median(seconds(lambda: mx.cumsum(row, axis=1))[0] for _ in range(5))
 
@@ -259,14 +262,14 @@ def busy(least: float) -> mx.array:
     return (row[0, :1] * 0).astype(mx.bfloat16)
 
 
-def timed(chain: Callable[[mx.array], mx.array], x: mx.array, launches: int, repeats: int = 7) -> Times:
+def timed(chain: Callable[[mx.array], mx.array], x: mx.array, launches: int) -> Times:
     mx.eval(chain(x))
-    runs = [seconds(lambda: chain(x)) for _ in range(repeats)]
+    runs = [seconds(lambda: chain(x)) for _ in range(REPEATS)]
     wall, build = (statistics.median(r) for r in zip(*runs, strict=True))
     cover = 1.5 * wall + 0.005
     mx.eval(chain(x + busy(cover)))
     spare = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         alone = seconds(lambda: x + busy(cover))[0]
         spare.append(seconds(lambda: chain(x + busy(cover)))[0] - alone)
     return Times(*(1e6 * t / launches for t in (wall, statistics.median(spare), build)))
@@ -274,7 +277,7 @@ def timed(chain: Callable[[mx.array], mx.array], x: mx.array, launches: int, rep
 
 def copy_bandwidth() -> float:
     """Returns the GB/s of an elementwise operation, counting the bytes that are read and written."""
-    a = random_words(1 << 14, 1 << 14)
+    a = random_words(ROW >> 11, ROW >> 11)
     mx.eval(a)
 
     def chain(x: mx.array) -> mx.array:
@@ -353,12 +356,12 @@ def report(row: dict, name: str, ours: Times, theirs: Times, size: float, other:
 
 def time_product(rows: int, columns: int, gib: float) -> dict:
     """Times y = W x in a chain: the first values of y are the next x."""
-    count = max(4, min(400, int(gib * 2**30 / (rows * columns * 9 // 16))))
+    count = max(2, min(400, int(gib * 2**30 / (rows * columns * 9 // 16))))
     w, s, b = random_matrix(count, rows, columns)
     matrices = [tuple(a[i : i + 1].reshape(a.shape[1:]) for a in (w, s, b)) for i in range(count)]
     x = mx.random.normal((1, columns)).astype(mx.bfloat16)
     mx.eval(matrices, x)
-    order = [matrices[i % count] for i in range(max(256, count))]
+    order = [matrices[i % count] for i in range(max(CHAIN, count))]
 
     def chain(product: Callable, y: mx.array) -> mx.array:
         for m in order:
@@ -370,10 +373,10 @@ def time_product(rows: int, columns: int, gib: float) -> dict:
 
 def time_pair(rows: int, columns: int, tokens: int, gib: float) -> dict:
     """Times y = W x, x = V y: two products per step."""
-    count = max(4, min(100, int(gib * 2**30 / (rows * columns * 9 // 8))))
+    count = max(2, min(100, int(gib * 2**30 / (rows * columns * 9 // 8))))
     stacks = random_matrix(count, rows, columns), random_matrix(count, columns, rows)
     pool = [[a[i : i + 1].reshape(a.shape[1:]) for a in m] for i in range(count) for m in stacks]
-    order = [pool[i % len(pool)] for i in range(256)]
+    order = [pool[i % len(pool)] for i in range(CHAIN)]
     x = mx.random.normal((tokens, columns)).astype(mx.bfloat16)
     mx.eval(pool, x)
 
@@ -398,156 +401,6 @@ def compare(chain: Callable, x: mx.array, launches: int, name: str, size: float)
     theirs = timed(functools.partial(chain, mlx_product), x, launches)
     row = {"product": name, "T": x.shape[0]}
     return report(row, f"{name:20s}", ours, theirs, size, "quantized_matmul")
-
-
-# ---- the delta rule over a prompt
-
-
-def set_tile(kernel: str, tile: Tile) -> None:
-    TILES[backend.name()][kernel] = tile
-    for plan in (dequantize.plan, delta.plan_tokens, experts.plan_gate_up):
-        plan.cache_clear()
-
-
-def spelled(tile: Tile) -> str:
-    return "x".join(map(str, (tile.lanes, tile.rows, tile.simdgroups, tile.ahead)))
-
-
-def delta_inputs(tokens: int, heads: int, key_heads: int) -> list[mx.array]:
-    """Returns qkv, a, b, A_log, dt_bias and the state of a layer whose heads forget at different speeds."""
-    qkv = mx.random.normal((tokens, (2 * key_heads + heads) * 128)).astype(mx.bfloat16)
-    a, b = (mx.random.normal((tokens, heads)).astype(mx.bfloat16) for _ in range(2))
-    A_log, dt_bias = mx.random.uniform(-4, 2, (heads,)), mx.random.normal((heads,))
-    inputs = [qkv, a, b, A_log, dt_bias, mx.random.normal((heads, 128, 128))]
-    mx.eval(inputs)
-    return inputs
-
-
-def delta_errors(tokens: int, heads: int, key_heads: int) -> tuple[float, float]:
-    """Returns the errors of the outputs and of the state relative to the largest value of each head. The reference is
-    the twin in float32 on the same values.
-    """
-    inputs = delta_inputs(tokens, heads, key_heads)
-    exact = [value.astype(mx.float32) for value in inputs]
-    want = gated_delta_ops(*(value[None] for value in exact[:3]), *exact[3:5], exact[5][None], key_heads)
-    out, state = gated_delta_tokens(*inputs, key_heads)
-    rows = (tokens * heads, -1), (heads, -1)
-    return tuple(
-        error(x.reshape(shape), wide(w).reshape(shape)) for x, w, shape in zip((out, state), want, rows, strict=True)
-    )
-
-
-def time_delta(steps: Callable, tokens: int, heads: int, key_heads: int, launches: int = 4) -> float:
-    """Returns the microseconds for all tokens. Each launch begins with the state that the one before it left."""
-    qkv, *rest, state = delta_inputs(tokens, heads, key_heads)
-
-    def chain(x: mx.array) -> mx.array:
-        now = state
-        for _ in range(launches):
-            out, now = steps(x, *rest, now, key_heads)
-        return out
-
-    return timed(chain, qkv, launches).gpu
-
-
-def time_mlx_delta(tokens: int, heads: int, key_heads: int) -> float:
-    inputs = delta_inputs(tokens, heads, key_heads)
-    mx.eval(mlx_steps(*inputs, key_heads))
-    return 1e6 * statistics.median(seconds(lambda: mlx_steps(*inputs, key_heads)[0])[0] for _ in range(3))
-
-
-def mlx_steps(qkv: mx.array, a: mx.array, b: mx.array, *rest: object) -> tuple[mx.array, mx.array]:
-    A_log, dt_bias, state, key_heads = rest
-    out, following = gated_delta_ops(qkv[None], a[None], b[None], A_log, dt_bias, state[None], key_heads)
-    return out[0], following[0]
-
-
-def try_delta(name: str, tile: Tile) -> dict:
-    set_tile("gated_delta_tokens", tile)
-    heads = HEADS[name]
-    out, state = delta_errors(70, *heads)
-    ok = out <= BOUNDS[mx.bfloat16] and state <= BOUNDS[mx.float32]
-    us = time_delta(gated_delta_tokens, LENGTHS[1], *heads) if ok else float("nan")
-    print(
-        f"delta {name:10s} {spelled(tile):10s} out {out:.1e} state {state:.1e} {'ok' if ok else 'WRONG'} "
-        f"T={LENGTHS[1]} {us:8.1f} us, {us / LENGTHS[1]:.3f} us a token",
-        flush=True,
-    )
-    return {"shape": name, "tile": spelled(tile), "out": out, "state": state, "ok": ok, "us": us}
-
-
-def bench_delta(name: str, tiles: list[Tile]) -> dict:
-    """Times every tile, then the fastest at every length beside the kernel for few tokens and MLX's own operations."""
-    tried = [try_delta(name, tile) for tile in tiles]
-    right = [(row["us"], i) for i, row in enumerate(tried) if row["ok"]]
-    if not right:
-        return {"tiles": tried, "lengths": []}
-    best = tiles[min(right)[1]]
-    set_tile("gated_delta_tokens", best)
-    lengths = []
-    for tokens in LENGTHS:
-        ways = {"us": gated_delta_tokens, "few_us": gated_delta}
-        row = {"T": tokens, **{way: time_delta(steps, tokens, *HEADS[name]) for way, steps in ways.items()}}
-        row["mlx_us"] = time_mlx_delta(tokens, *HEADS[name])
-        lengths.append(row)
-        print(
-            f"delta {name:10s} {spelled(best):10s} T={tokens:5d} {row['us']:8.1f} us, {row['us'] / tokens:.3f} us a "
-            f"token | for few tokens {row['few_us']:8.1f} us | gated_delta_update {row['mlx_us']:8.1f} us",
-            flush=True,
-        )
-    return {"tiles": tried, "best": spelled(best), "lengths": lengths}
-
-
-# ---- dequantising
-
-
-def bench_dequantize(name: str, tiles: list[Tile], launches: int = 4) -> list[dict]:
-    """Times dequantising all experts of a blob in random order to bfloat16, beside mx.dequantize of the same experts as
-    dense stacks.
-    """
-    hidden, inner, _ = SHAPES[name]
-    count = UNPACKED[name]
-    blob, stacks = random_experts(count, hidden, inner)
-    records = Records(blob, Record.make(hidden, inner))
-    order = np.random.permutation(count)
-    slots, wanted = mx.array(order.astype(np.uint32)), mx.array(order)
-    weights = 3 * count * hidden * inner
-    nbytes = weights * (9 / 16 + 2)
-
-    def unpacked(stack: Matrix) -> mx.array:
-        codes, scales, biases = (part[wanted[-3:]] for part in stack)
-        wider = scales.astype(mx.float32), biases.astype(mx.float32)
-        return mx.dequantize(codes, *wider, group_size=64, bits=4).astype(mx.bfloat16)
-
-    def ours(x: mx.array) -> mx.array:
-        for _ in range(launches):
-            gate_up, down = dequantized_records(records, mx.depends([slots], [x])[0], mx.bfloat16)
-            x = gate_up
-        return down
-
-    def theirs(x: mx.array) -> mx.array:
-        for _ in range(launches):
-            for stack in stacks:
-                x = mx.dequantize(*mx.depends(list(stack), [x]), group_size=64, bits=4)
-        return x
-
-    start, rows = mx.zeros((1,), mx.bfloat16), []
-    other = timed(theirs, start, launches).gpu
-    for tile in tiles:
-        set_tile("expert_dequantize", tile)
-        gate_up, down = dequantized_records(records, slots, mx.bfloat16)
-        gate, up, want = map(unpacked, stacks)
-        both = mx.array_equal(gate_up[-3:], mx.concatenate([gate, up], axis=1)), mx.array_equal(down[-3:], want)
-        ok = all(one.item() for one in both)
-        del gate_up, down
-        us = timed(ours, start, launches).gpu
-        rows.append({"shape": name, "tile": spelled(tile), "ok": ok, "us": us, "mlx_us": other})
-        print(
-            f"dequantize {name:10s} {count} experts, {spelled(tile):10s} {'ok' if ok else 'WRONG'} {us:8.1f} us, "
-            f"{nbytes / us / 1e6:5.2f} TB/s read and written | mx.dequantize {other:8.1f} us",
-            flush=True,
-        )
-    return rows
 
 
 # ---- every form
@@ -617,9 +470,6 @@ def check_forms() -> list[dict]:
     return [*rows, check_form((Quant(3, 64), Quant(3, 64), Quant(6, 64)), mx.bfloat16, "BF16")]
 
 
-FORM_PRODUCTS = ((20480, 4096), (61440, 4096))  # for both tiles of one token; the GPU takes longer than the host
-
-
 @dataclass(frozen=True)
 class Launches:
     """Launches that use different weights in turn: the function that builds them from a start, the start, and the bytes
@@ -659,7 +509,7 @@ def form_chains(quant: Quant, gib: float, launches: int) -> dict[str, Launches]:
     """Returns the chains by name. Each uses `gib` of weights in turn."""
     hidden, inner, count = SHAPES["397B-A17B"]
     packed = Record.make(hidden, inner, (quant,) * 3, Record.make(hidden, inner, (quant,) * 3).size)
-    groups = max(4, int(gib * 2**30 / (packed.size * count)))
+    groups = max(2, int(gib * 2**30 / (packed.size * count)))
     records = [random_records(count, packed)[0] for _ in range(groups)]
     slots = mx.array(np.random.permutation(count).astype(np.uint32)[None]) + mx.array(0, mx.uint32)
     weights, act = mx.random.uniform(0, 2e-2, (1, count)), mx.random.normal((1, count, inner)).astype(mx.bfloat16)
@@ -684,20 +534,20 @@ def form_chains(quant: Quant, gib: float, launches: int) -> dict[str, Launches]:
     return chains | {f"qmv {r}x{c}": form_products(quant, r, c, gib, launches) for r, c in FORM_PRODUCTS}
 
 
-def time_forms(gib: float, rounds: int = 9, launches: int = 64) -> list[dict]:
+def time_forms(gib: float) -> list[dict]:
     """Times every width in alternating rounds, beside 4 bits in groups of 64."""
     quants = [Quant(4, 64), *(Quant(bits, 64) for bits in AFFINE_BITS if bits != 4), Quant(4, 32), Quant(3, 128), MXFP4]
-    chains = {quant: form_chains(quant, gib / 2, launches) for quant in quants}
+    chains = {quant: form_chains(quant, gib / 2, LAUNCHES) for quant in quants}
     for parts in chains.values():
         for one in parts.values():
             mx.eval(one.build(one.start))
     rows = []
     for name in chains[quants[0]]:
         rates: dict[Quant, list[float]] = {quant: [] for quant in quants}
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             for quant in quants:
                 one = chains[quant][name]
-                rates[quant].append(launches * one.size / one.seconds())
+                rates[quant].append(LAUNCHES * one.size / one.seconds())
         for quant in quants:
             ratio = statistics.median(a / b for a, b in zip(rates[quant], rates[quants[0]], strict=True))
             rate, size = statistics.median(rates[quant]), chains[quant][name].size
@@ -708,21 +558,11 @@ def time_forms(gib: float, rounds: int = 9, launches: int = 64) -> list[dict]:
     return rows
 
 
-def bench_geometry(gib: float, tiles: list[Tile], skip_check: bool) -> dict:
-    result: dict = {"check": [] if skip_check else check_forms(), "tiles": {}}
-    for tile in tiles:
-        set_tile("expert_gate_up", tile)
-        print(f"expert_gate_up's tile: {spelled(tile)}")
-        result["tiles"][spelled(tile)] = time_forms(gib)
-    return result
+def bench_geometry(gib: float, skip_check: bool) -> dict:
+    return {"check": [] if skip_check else check_forms(), "forms": time_forms(gib)}
 
 
 # ---- command
-
-
-def tile_of(text: str) -> Tile:
-    lanes, rows, simdgroups, ahead = map(int, text.split("x"))
-    return Tile(rows, lanes, simdgroups, ahead)
 
 
 def arguments() -> argparse.Namespace:
@@ -731,14 +571,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=256, help="layers of experts in one evaluation")
     parser.add_argument("--skip-check", action="store_true", help="time only")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="what is checked and timed")
-    parser.add_argument("--tiles", nargs="+", type=tile_of, help="that delta, dequantize and geometry try: 8x2x4x8 ...")
+    parser.add_argument("--tiny", action="store_true", help="with tiny shapes, to see whether it runs; a CPU will do")
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
     configure_mlx()  # as every command does; MLX's own operations run under the same settings
-    if not backend.has_kernels():
+    if args.tiny:
+        globals().update(TINY)
+    elif not backend.has_kernels():
         raise SystemExit("no GPU: mx.default_device() is the CPU; run on Apple silicon or with mlx[cuda13]")
     device = mx.device_info()
     result: dict = {
@@ -760,19 +602,10 @@ def main() -> None:
     if "products" in sections:
         result["products"] = [time_product(*shape, args.gib) for shape in PRODUCTS]
         result["products"] += [time_pair(*shape, tokens, args.gib) for shape in PAIRS for tokens in TOKENS]
-    table = TILES[result["backend"]]
-    if "delta" in sections:
-        tiles = args.tiles or [table["gated_delta_tokens"]]
-        result["delta"] = {name: bench_delta(name, tiles) for name in HEADS}
-    if "dequantize" in sections:
-        tiles = args.tiles or [table["expert_dequantize"]]
-        result["dequantize"] = [row for name in UNPACKED for row in bench_dequantize(name, tiles)]
     if "geometry" in sections:
-        result["geometry"] = bench_geometry(args.gib, args.tiles or [table["expert_gate_up"]], args.skip_check)
+        result["geometry"] = bench_geometry(args.gib, args.skip_check)
     print(json.dumps(result))
-    checked = [*result.get("check", []), *result.get("dequantize", [])]
-    checked += result.get("geometry", {}).get("check", [])
-    checked += [row for part in result.get("delta", {}).values() for row in part["tiles"]]
+    checked = [*result.get("check", []), *result.get("geometry", {}).get("check", [])]
     if not all(row["ok"] for row in checked):
         raise SystemExit("a check failed")
 

@@ -12,15 +12,14 @@ import argparse
 import json
 import statistics
 import time
-from dataclasses import replace
 
 import mlx.core as mx
-from bench_decode import ours
+from bench_decode import add_variant, ours, variant_config
 
 from moeflux_mlx.caches.layer_cache import LayerCache
 from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.spec import ModelArgs, variants
+from moeflux_mlx.spec import ModelArgs
 
 TOKENS, WARMUP = 32, 8
 
@@ -30,7 +29,9 @@ def long_text(model: Model, positions: int) -> list[LayerCache]:
     cache = model.make_cache()
     for layer, mixer in zip(cache, model.args.mixers, strict=True):
         widths = (mixer.head_dim, mixer.value_width)
-        layer.append(*(mx.random.normal((1, mixer.kv_heads, positions, n)).astype(mx.bfloat16) for n in widths))
+        layer.append(
+            *(mx.random.normal((1, mixer.kv_heads, positions, n)).astype(model.activation_dtype) for n in widths)
+        )
         mx.eval(layer.state[:2])
     return cache
 
@@ -49,14 +50,13 @@ def token_ms(model: Model, cache: list[LayerCache]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", choices=variants(), default="minimax-m2-230b-a10b")
-    parser.add_argument("--layers", type=int, default=4)
+    add_variant(parser)
+    parser.set_defaults(variant="minimax-m2-230b-a10b", layers=4)
     parser.add_argument("--positions", type=int, default=32768)
     parser.add_argument("--turns", type=int, default=7)
     options = parser.parse_args()
     configure_mlx()
-    args = ModelArgs.from_variant(options.variant)
-    args = replace(args, layers=args.layers[-options.layers :])
+    args = ModelArgs.from_dict(variant_config(options))
     models = {bits: ours(args.with_kv_bits(8 if bits == 8 else None)) for bits in (16, 8)}
     texts = {bits: long_text(model, options.positions) for bits, model in models.items()}
     times: dict[int, list[float]] = {bits: [] for bits in models}

@@ -26,6 +26,7 @@ from moeflux_mlx.quant import AFFINE_BITS, EXPERTS, GGUF_MODES, Quant
 
 HIDDEN, WIDTH, TOP_K, VOCABULARY = 2048, 768, 8, 151936
 RECORD = Record.make(HIDDEN, WIDTH)
+RECORDS, CALLS = 512, 24  # experts in memory, and calls that choose among them in turn
 LAYER = 4096, 1024, 10  # hidden size, expert width and experts per token of 397B-A17B
 FORMS = [*(Quant(bits, 64) for bits in AFFINE_BITS if bits != 4), Quant(4, 32), Quant(3, 128)]
 FORMS += [Quant(4, 32, "mxfp4"), Quant(8, 32, "mxfp8"), Quant(4, 16, "nvfp4", has_global_scale=True)]
@@ -57,10 +58,10 @@ def product(layers, tokens, rng):
     return call, sum(a.nbytes for layer in layers for a in layer)
 
 
-def experts(blob, tokens, rng, calls=24):
+def experts(blob, tokens, rng):
     """Returns the calls of gate/up and down/combine over random experts, as (call, bytes) pairs."""
     slots = [
-        np.stack([rng.permutation(len(blob))[:TOP_K] for _ in range(tokens)]).astype(np.int32) for _ in range(calls)
+        np.stack([rng.permutation(len(blob))[:TOP_K] for _ in range(tokens)]).astype(np.int32) for _ in range(CALLS)
     ]
     x = rng.standard_normal((tokens, HIDDEN), dtype=np.float32)
     weights = np.full((tokens, TOP_K), 1 / TOP_K, np.float32)
@@ -81,7 +82,7 @@ def experts(blob, tokens, rng, calls=24):
 def weight_cases(tokens, rng):
     head = matrix(rng, VOCABULARY, HIDDEN)
     words = RECORD.size // 4
-    blob = rng.integers(0, 2**32, (512, words), dtype=np.uint32) & np.uint32(0x3DFF3DFF)
+    blob = rng.integers(0, 2**32, (RECORDS, words), dtype=np.uint32) & np.uint32(0x3DFF3DFF)
     return head[0].reshape(-1), {
         "linear lm_head 151936x2048": product([head], tokens, rng),
         "linear qkv 5120x2048": product(layers_of(head, 5120, 2048), tokens, rng),
@@ -193,7 +194,10 @@ def main():
     parser.add_argument("--rounds", type=int, default=7, help="repetitions (default 7)")
     parser.add_argument("--threads", type=int, default=cores(), help="team size (default: the cores)")
     parser.add_argument("--forms", action="store_true", help="every stored form beside 4 bits in groups of 64")
+    parser.add_argument("--tiny", action="store_true", help="with few experts and words, to see whether it runs")
     args = parser.parse_args()
+    if args.tiny:
+        globals().update(VOCABULARY=5120, RECORDS=8, CALLS=1, LAYER=(512, 256, 2))
     native.set_threads(args.threads)
     rng = np.random.default_rng(0)
     if args.forms:

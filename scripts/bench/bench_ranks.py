@@ -88,7 +88,7 @@ def together(options: argparse.Namespace, count: int) -> dict:
     """Runs one generation on `count` ranks and returns the figures of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         file = hosts(Path(folder), count)
-        command = [sys.executable, *sys.argv, "--worker"]
+        command = [sys.executable, __file__, *sys.argv[1:], "--worker"]
         if options.total_share is not None:
             command += ["--share", str(options.total_share / count)]
         processes = [

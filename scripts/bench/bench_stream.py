@@ -9,7 +9,7 @@
     scripts/bench/bench_stream.py load --model DIR
     scripts/bench/bench_stream.py host --model DIR
 
-`loader` reads 7 MB experts (Qwen3.5-397B's) through the loader and, in turn, with bare O_DIRECT reads from
+`loader` reads experts (7 MB, Qwen3.5-397B's) through the loader and, in turn, with bare O_DIRECT reads from
 as many threads, the best of several counts being the ceiling. `decode` needs root and a version 1 memory
 control group: each run generates in a process of its own inside the limit, the ways in turn. It reports tokens
 per second, hit rate, the share of the disk bound (bytes per token over the drive's speed measured just before,
@@ -56,7 +56,7 @@ from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.ops import backend
-from moeflux_mlx.spec import ModelArgs
+from moeflux_mlx.spec import ModelArgs, variants
 
 GROUPS = Path("/sys/fs/cgroup")
 WAYS = {"none": "off", "lookahead": "auto"}
@@ -86,6 +86,8 @@ def parser() -> argparse.ArgumentParser:
 def add_streaming(commands: Any) -> None:
     loader = commands.add_parser("loader")
     loader.add_argument("--folder", type=Path, default=Path(), help="on the drive to measure; 2 GB are written there")
+    loader.add_argument("--variant", default="qwen3.5-397b-a17b", choices=variants(), help="whose experts are written")
+    loader.add_argument("--experts", type=int, default=128, help="of each of two layers (%(default)s)")
     loader.add_argument("--rounds", type=int, default=5)
     loader.set_defaults(run=bench_loader)
     decode = commands.add_parser("decode")
@@ -171,7 +173,7 @@ def add_processes(commands: Any) -> None:
 
 def bench_loader(options: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        packed = write_experts(Path(folder))
+        packed = write_experts(Path(folder), options)
         raw: dict[int, list] = {count: [] for count in THREADS}
         loaded = []
         loader = StreamedExperts(packed, cache_bytes=1, least_slots=2 * WAVE)
@@ -197,12 +199,12 @@ def bench_loader(options: argparse.Namespace) -> dict:
     }
 
 
-def write_experts(folder: Path) -> PackedExperts:
-    """Writes two layers of 128 experts of the largest Qwen's size. The bytes are random and written past the page
+def write_experts(folder: Path, options: argparse.Namespace) -> PackedExperts:
+    """Writes two layers of experts. The bytes are random and written past the page
     cache.
     """
-    full = ExpertLayout.from_args(ModelArgs.from_variant("qwen3.5-397b-a17b"))
-    layout = ExpertLayout(dict.fromkeys((0, 1), full.record), 128, 2)
+    full = ExpertLayout.from_args(ModelArgs.from_variant(options.variant))
+    layout = ExpertLayout(dict.fromkeys((0, 1), full.record), options.experts, 2)
     block = os.urandom(layout.record.stride)
     paths = {layer: folder / layout.file_name(layer) for layer in layout.moe_layers}
     for path in paths.values():
@@ -534,7 +536,13 @@ def bench_host(options: argparse.Namespace) -> dict:
             runs[name].append(way())
     parts = parts_of(streamed, options.max_tokens)
     row = {name: 1e6 * statistics.median(times) / layers for name, times in runs.items()}
-    row |= {"pool": sum(parts.values()), "parts": parts, "misses": source.stats.misses, "layers": layers}
+    row |= {
+        "bench": "host",
+        "pool": sum(parts.values()),
+        "parts": parts,
+        "misses": source.stats.misses,
+        "layers": layers,
+    }
     if "resident" in runs:
         pairs = zip(runs["streamed"], runs["resident"], strict=True)
         row["beyond"] = 1e6 * statistics.median(one - other for one, other in pairs) / layers
@@ -655,10 +663,10 @@ def inside(arguments: list, limits: dict[str, str]) -> dict:
         enter += f"echo $$ > {groups[-1]}/cgroup.procs; "
     command = ["sh", "-c", f'{enter} exec "$@"', "sh", sys.executable, __file__, *map(str, arguments)]
     try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        peak = watch(process, GROUPS / "memory" / name)
-        assert process.stdout is not None
-        return {**json.loads(process.stdout.read().splitlines()[-1]), **peak}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            peak = watch(process, GROUPS / "memory" / name)
+            assert process.stdout is not None
+            return {**json.loads(process.stdout.read().splitlines()[-1]), **peak}
     finally:
         for group in groups:
             leave(group)

@@ -171,6 +171,9 @@ class Traced:
     def expect(self, layer, tokens):
         self.routed.expect(layer, tokens)
 
+    def in_pieces(self, *given):
+        return self.routed.in_pieces(*given)
+
     def __call__(self, routing, x, *rest):
         if self.rows is None:
             return self.routed(routing, x, *rest)
@@ -211,11 +214,18 @@ class Recorder:
         self.routed.expect(layer, tokens)
 
     def __call__(self, routing, x, residual, *rest):
+        self.note(routing, residual)
+        return self.routed(routing, x, residual, *rest)
+
+    def in_pieces(self, routing, x, residual, *rest):
+        self.note(routing, residual)
+        return self.routed.in_pieces(routing, x, residual, *rest)
+
+    def note(self, routing, residual) -> None:
         if len(routing.ids) <= self.most:
             self.rows[routing.layer].append(np.array(routing.ids))
             if self.ahead:
                 self.guess(self.layers.index(routing.layer), residual)
-        return self.routed(routing, x, residual, *rest)
 
     def guess(self, place: int, residual) -> None:
         """Notes the experts that the next layers would choose for the stream [T, D], and their weights."""

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tests")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tests" / "support")]
 
 import demo_widths  # noqa: E402
 import goldens  # noqa: E402

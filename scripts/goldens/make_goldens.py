@@ -6,7 +6,7 @@ deepseek_v41 that with the n-grams of mlx-vlm 0.7.10:
 
     python scripts/goldens/make_goldens.py [--only FAMILY ...] [--checkpoints DIR]
 
-For each family and golden it loads the dequantised weights of `tests/goldens.py`, in the published
+For each family and golden it loads the dequantised weights of `tests/support/goldens.py`, in the published
 layout and in float32, into the transformers model with eager attention, and stores tokens and logits (and,
 for the main golden, the residual stream after each layer). It also stores the config as transformers 5
 saves it and the checksums of the weights. `--checkpoints` keeps the bf16 hub checkpoints in DIR as well.
@@ -31,7 +31,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 import goldens  # noqa: E402
 import oracle  # noqa: E402
 

@@ -6,9 +6,9 @@ transformers is not on PIL, mlx-vlm:
 
     python scripts/goldens/make_image_goldens.py [--only FAMILY ...]
 
-For each family it reads `tests/image_goldens.py`'s images with transformers' own processor, on PIL where there is one,
-and puts the dequantised weights of the text part and the encoder's into the transformers model, in float32 and eager.
-It stores nothing when a tensor is missing or unexpected, or a token's routing is nearly tied.
+For each family it reads the images of `tests/support/image_goldens.py` with transformers' own processor, on PIL where
+there is one, and puts the dequantised weights of the text part and the encoder's into the transformers model, in
+float32 and eager. It stores nothing when a tensor is missing or unexpected, or a token's routing is nearly tied.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import transformers
 from make_goldens import MARGIN, Margins
 from safetensors import safe_open
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 import goldens  # noqa: E402
 import image_goldens  # noqa: E402
 

@@ -36,7 +36,7 @@ def load_bare(extension=None):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
     native = load_bare(*sys.argv[2:])
 else:
     import pytest

@@ -19,6 +19,7 @@ pytest.importorskip("gguf")
 
 UINT32 = 4  # the type of an integer in a header
 VALUES = (0, 1, 3, 64, 2**31 - 1, 2**32 - 1)
+FEW = 64  # numbers up to it cannot ask for much memory
 BOUND = 1 << 26  # far more than a tiny model and its cache take, far less than what these numbers ask for
 
 
@@ -55,13 +56,17 @@ def load_with(path, places, numbers):
     return None
 
 
-def check(path, places, numbers):
+def check(path, places, numbers, traced=True):
+    """Returns the error of loading with these numbers. If it is `traced`, loading takes three times as long."""
     mx.reset_peak_memory()
-    tracemalloc.reset_peak()
-    before = tracemalloc.get_traced_memory()[0]
-    error = load_with(path, places, numbers)
+    if traced:
+        tracemalloc.start()
+    try:
+        error = load_with(path, places, numbers)
+        assert tracemalloc.get_traced_memory()[1] < BOUND, numbers
+    finally:
+        tracemalloc.stop()
     assert error is None or "\n" not in str(error), numbers
-    assert tracemalloc.get_traced_memory()[1] - before < BOUND, numbers
     assert mx.get_peak_memory() < BOUND, numbers
     return error
 
@@ -72,11 +77,7 @@ def test_each_number_is_read_or_refused(tmp_path, family, part):
     gguf_models.write_gguf(path, family, type_of(family))
     places = integer_places(path, gguf_models.ARCHITECTURES[family])
     cases = [{key: value} for key in places for value in VALUES][part::20]
-    tracemalloc.start()
-    try:
-        errors = [check(path, places, case) for case in cases]
-    finally:
-        tracemalloc.stop()
+    errors = [check(path, places, case, traced=max(case.values()) > FEW) for case in cases]
     assert any(error is not None for error in errors)
 
 
@@ -99,8 +100,4 @@ def test_numbers_that_do_not_agree(tmp_path, family, numbers):
     path, architecture = tmp_path / "m.gguf", gguf_models.ARCHITECTURES[family]
     gguf_models.write_gguf(path, family, type_of(family))
     places = integer_places(path, architecture)
-    tracemalloc.start()
-    try:
-        assert check(path, places, {f"{architecture}.{key}": number for key, number in numbers.items()}) is not None
-    finally:
-        tracemalloc.stop()
+    assert check(path, places, {f"{architecture}.{key}": number for key, number in numbers.items()}) is not None

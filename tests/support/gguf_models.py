@@ -4,6 +4,7 @@ Names of tensors come from the `gguf` package, and so do metadata, container and
 changes in weights is written here once more, in the other direction than the package under test reads it.
 """
 
+import functools
 import re
 
 import gguf
@@ -244,11 +245,11 @@ def write_gguf(path, family, type_of, keys=None, extra=None, fused=False, **opti
     _write_tokenizer(writer, goldens.text_config(family)["vocab_size"])
     for key, value in (keys or {}).items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    for seed, (name, array, restore) in enumerate(pieces(family, fused)):
+    for seed, (name, array, restore) in enumerate(_pieces(family, fused)):
         kind = type_of(name) if array.ndim > 1 and "_inp" not in name and name.endswith("weight") else "F32"
-        rows = _stored(kind, array, seed)
+        rows, restored = _quantised(family, fused, seed, kind)
         writer.add_tensor(name, rows, raw_dtype=TYPES[kind])
-        for hub, values in restore(rows if kind == "F32" else values_of(kind, rows).reshape(array.shape)).items():
+        for hub, values in restore(restored).items():
             if isinstance(values, tuple):
                 parts.setdefault(hub, {})[values[0]] = values[1]
             else:
@@ -280,6 +281,21 @@ def slowed_by(c):
             smooth = (context / length - low) / (high - low)
             divisors.append(1 / ((1 - smooth) / factor + smooth))
     return {"rope_freqs.weight": np.float32(divisors)}
+
+
+@functools.cache
+def _pieces(family, fused):
+    return list(pieces(family, fused))
+
+
+@functools.cache
+def _quantised(family, fused, place, kind):
+    """Returns a tensor in a type, and the values that this stores; nobody may change them."""
+    _, array, _ = _pieces(family, fused)[place]
+    rows = _stored(kind, array, place)
+    values = rows if kind == "F32" else values_of(kind, rows).reshape(array.shape)
+    rows.flags.writeable = values.flags.writeable = False
+    return rows, values
 
 
 def _stored(kind, array, seed):

@@ -28,7 +28,7 @@ from moeflux_mlx.text.chat_template import SHIPPED
 from moeflux_mlx.text.chat_template import TEMPLATES as SHIPPED_TEMPLATES
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
-TEMPLATES = Path(__file__).parent / "fixtures" / "templates"
+TEMPLATES = Path(__file__).parent.parent / "fixtures" / "templates"
 BETWEEN = {"kimi": "0<|tool_call_argument_begin|>"}  # text that a model writes between the name and the arguments
 # For each template: how its model calls tools, the variables that switch its reasoning, and its tags of reasoning.
 QWEN = ({}, {"enable_thinking": False})

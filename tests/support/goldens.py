@@ -39,7 +39,7 @@ from pathlib import Path
 import numpy as np
 import oracle
 
-FIXTURES = Path(__file__).parent / "fixtures" / "models"
+FIXTURES = Path(__file__).parent.parent / "fixtures" / "models"
 FIXTURES_OF_KIN = FIXTURES.parent / "kin"
 FAMILIES, KIN = (
     tuple(sorted(path.name for path in folder.iterdir() if path.is_dir())) for folder in (FIXTURES, FIXTURES_OF_KIN)

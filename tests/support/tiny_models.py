@@ -23,8 +23,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.ops import native
 
-ROOT = Path(__file__).resolve().parent.parent
-TEMPLATES = Path(__file__).parent / "fixtures" / "templates"
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATES = ROOT / "tests" / "fixtures" / "templates"
 MARKERS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 THINK = ("<think>", "</think>")
 NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}  # left out so that the vocabulary fits the tiny 256

@@ -1,0 +1,198 @@
+"""Each benchmark runs, with tiny models and on a CPU that stands in for the GPU, and ends with its line of JSON."""
+
+import importlib
+import json
+import subprocess
+import sys
+
+import goldens
+import numpy as np
+import pytest
+import routing_trace
+from tiny_models import tiny_directory, write_tokenizer
+
+from moeflux_mlx.engine import decoding, head_drafts
+
+TINY = ("--tiny", "--rounds", 1)
+PLAIN = ("--variant", "qwen3-30b-a3b", "--layers", 2)  # whose mixers take the least time
+STREAM = ("--rounds", 1, "--max-tokens", 2)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, team):
+    """A script's settings end with its test."""
+    monkeypatch.setattr(decoding, "Lookup", decoding.Lookup)
+    monkeypatch.setattr(head_drafts, "HeadDrafts", head_drafts.HeadDrafts)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a script in this process, and what it starts by `subprocess.run` too; returns its line of JSON."""
+
+    def output(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        importlib.import_module(name).main()
+        return capsys.readouterr().out
+
+    def run_child(command, env=None, **_):
+        if env is not None:
+            monkeypatch.setenv("XDG_CACHE_HOME", env["XDG_CACHE_HOME"])
+        name = command[1].rpartition("/")[2].removesuffix(".py")
+        return subprocess.CompletedProcess(command, 0, output(name, *command[2:]))
+
+    monkeypatch.setattr(subprocess, "run", run_child)
+    return lambda *given: json.loads(output(*given).splitlines()[-1])
+
+
+@pytest.fixture
+def model():
+    return tiny_directory("qwen3_moe")
+
+
+def test_decode(run):
+    pytest.importorskip("mlx_lm")
+    (row,) = run("bench_decode", *TINY, *PLAIN, "--prompt", 20, "--tokens", 18)["rows"]
+    assert row["ours"]["peak"] > 0 < row["mlx-lm"]["peak"]
+
+
+def test_batch(run):
+    rows = run("bench_batch", *TINY, *PLAIN, "--prompt", 20, "--tokens", 2, "--parallel", 1, 2)["rows"]
+    assert rows.keys() == {"ours 1", "ours 2"}
+
+
+def test_company(run):
+    report = run("bench_company", *TINY, *PLAIN, "--prompt", 20, "--answer-prompt", 3, "--tokens", 3)
+    assert report["tokens_beside"] and report["longer"] > 0
+
+
+@pytest.mark.parametrize("draft, model", [("lookup", PLAIN), ("head", ("--layers", 4))])
+def test_drafts(run, draft, model):
+    options = *model, "--draft", draft, "--prompt-tokens", 20, "--tokens", 8, "--depths", 0, 2
+    assert run("bench_drafts", *TINY, *options)["depths"]["2"]["taken"]
+
+
+def test_kv(run):
+    report = run("bench_kv", "--tiny", "--layers", 2, "--positions", 64, "--turns", 1)
+    assert report["cache_bytes_8"] < report["cache_bytes_16"]
+
+
+def test_kernels(run):
+    report = run("bench_kernels", "--tiny", "--gib", 0, "--layers", 2)
+    assert report["experts"] and report["products"] and report["geometry"]["forms"]
+
+
+def test_cpu(run, model):
+    pytest.importorskip("mlx_lm")
+    report = run("bench_cpu", model, "--rounds", 1, "--prompt", 8, "--read-mib", 1, "--warm", 2)
+    assert "mlx-lm float32" in report["decode"]
+
+
+@pytest.mark.parametrize("forms", [(), ("--forms",)])
+def test_native(run, forms):
+    native = pytest.importorskip("moeflux_mlx.ops._native")
+    assert native and run("bench_native", "--tiny", "--rounds", 2, *forms)
+
+
+def test_blocks(run):
+    assert run("bench_blocks", "--rounds", 1, "--matrices", 1)["Q4_K"]["GB/s"] > 0
+
+
+def test_rounding(run):
+    report = run("bench_rounding", "--rows", 2, "--columns", 256)
+    assert all(fit <= plain for row in report["results"] for plain, fit in row["errors"].values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("resident", "--tokens", 20, "--rounds", 1, "--against", "mlx-lm"),
+        ("stream", "--tokens", 20, "--rounds", 1, "--spans", 8),
+        ("io", "--tokens", 20),
+    ],
+)
+def test_prompt(run, model, options):
+    pytest.importorskip("mlx_lm")
+    command, *rest = options
+    assert run("bench_prompt", command, "--model", model, *rest)["bench"] == command
+
+
+def test_prompt_in_processes(run, model):
+    """`memory` measures a child with bench_stream.py's `worker`."""
+    assert run("bench_prompt", "memory", "--model", model, "--tokens", 20, "--limit-gb", 4)["peak"] > 0
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """What bench_stream.py and bench_prompt.py run in a process of its own runs in this one."""
+    stream, prompt = (importlib.import_module(name) for name in ("bench_stream", "bench_prompt"))
+
+    def inside(arguments, limits):
+        options = stream.parser().parse_args(list(map(str, arguments)))
+        return options.run(options) | {"peak": 1, "swapped": 0}
+
+    for module in (stream, prompt):
+        monkeypatch.setattr(module, "inside", inside)
+
+
+def test_prompt_that_breathes(run, model, in_process):
+    options = "--limits", 4, "--rounds", 1, "--choices", "256:64", "--max-tokens", 2, "--prompt-tokens", 3
+    (row,) = run("bench_prompt", "breathe", "--model", model, *options)["rows"]
+    assert row["ratio"]
+
+
+def test_stream_loader(run, tmp_path):
+    options = "--variant", "granite-4.0-h-tiny-7b-a1b", "--experts", 32, "--rounds", 1
+    assert run("bench_stream", "loader", "--folder", tmp_path, *options)["ratio"] > 0
+
+
+@pytest.mark.parametrize("command", ["decode", "pool"])
+def test_stream(run, model, in_process, command):
+    more = ("--limit-gb", 4) if command == "decode" else ("--shares", 0.5)
+    assert run("bench_stream", command, "--model", model, *STREAM, *more)["bench"] == command
+
+
+@pytest.mark.parametrize(
+    "command, more", [("places", "--checkpoint"), ("drives", "--one"), ("load", None), ("host", None)]
+)
+def test_stream_compared(run, model, command, more):
+    other = model.with_name(f"{model.name}-checkpoint") if more == "--checkpoint" else model
+    given = [more, other, "--max-tokens", 2] if more else []
+    assert run("bench_stream", command, "--model", model, "--rounds", 1, *given)["bench"] == command
+
+
+def test_host_tier(run, model):
+    assert run("bench_host_tier", "--model", model, *STREAM)["host"]["tok/s"] > 0
+
+
+def test_prompt_cache(run, model):
+    options = "--tokens", 20, "--rounds", 1, "--expert-cache-gb", 1e-4
+    results = run("bench_prompt_cache", "--model", model, *options)["results"]
+    assert results["again"]["computed"] < results["first"]["computed"]
+
+
+def test_warm_start(run, model, tmp_path, monkeypatch):
+    monkeypatch.delenv("MOEFLUX_WARM_START")
+    trace = routing_trace.synthesize((200, 3, 4), 16, 0.5, 0.0, np.random.default_rng(0))
+    routing_trace.save(tmp_path / "trace.npz", trace, 16)
+    options = "--first", 2, "--tokens", 4, "--learn", 8, "--prompt", 3, "--rounds", 1
+    (case,) = run("bench_warm_start", "--model", model, "--trace", tmp_path / "trace.npz", *options)["cases"]
+    assert case["auto"]["steady"] > 0
+
+
+def test_quality(run, tmp_path):
+    checkpoint, text = goldens.write_variant(tmp_path / "hub", "qwen3_moe", "hub"), tmp_path / "text"
+    write_tokenizer(checkpoint, "qwen3_style")
+    text.write_text("Once upon a time, there was a text.")
+    cases = "--cases", "minmax 4", "fit 3, calibrated", "--calibrate-tokens", 64
+    rows = run("bench_quality", "--model", checkpoint, "--text", text, "--calibrate", text, *cases)["rows"]
+    assert rows[0]["kl"] < rows[1]["kl"]
+
+
+def test_ranks(run, model):
+    report = run("bench_ranks", "--model", model, "--ranks", 2, "--rounds", 1, "--max-tokens", 2)
+    assert report
+
+
+def test_server(run, model):
+    options = "--tokens", 20, "--rounds", 1, "--turns", 1, "--answer", 3, "--share", 0.99
+    assert run("bench_server", "--model", model, *options)["after_kill"]["server"] > 0
