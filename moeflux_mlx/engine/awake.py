@@ -1,4 +1,4 @@
-"""Keeps a Mac from falling asleep while something is computed, never while nothing is. It has not run on a Mac."""
+"""Keeps a Mac from falling asleep while something is computed, never while nothing is. This has not run on a Mac."""
 
 import os
 import subprocess

@@ -22,7 +22,7 @@ from .wired import wire, wire_lasting
 def open_experts(
     files: ExpertFiles, args: ModelArgs, plan: MemoryPlan, progress: ReadProgress | None = None
 ) -> ExpertLoader:
-    """Opens the source that `plan` requires. If all of what Metal runs is to be wired, the limit is raised first."""
+    """Opens the source that `plan` requires. If all that the GPU reads is to be wired, the limit is raised first."""
     figures, wired = plan.figures, plan.demand.wired
     release = wire(plan.wired or 0, figures.working_set or 0) if wired == "all" and figures.working_set else _nothing
     try:

@@ -1,6 +1,7 @@
 """`doctor --soak`: what the file says of a run, of one that broke, and of one that ended with the machine."""
 
 import re
+import time
 
 import pytest
 
@@ -10,12 +11,30 @@ from moeflux_mlx.cli.soak import FILE, Client, Soak
 from moeflux_mlx.errors import DeviceError
 
 
+class Clock:
+    """As the module `time`, in which each look at the clock that does not stop takes a twentieth of a second."""
+
+    def __init__(self):
+        self.now, self.strftime = 0.0, time.strftime
+
+    def monotonic(self):
+        self.now += 0.05
+        return self.now
+
+    def time(self):
+        return 1e9 + self.now
+
+    def perf_counter(self):
+        return self.now
+
+
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(soak, "ANSWERS", (3, 4, 5))
     monkeypatch.setattr(soak, "LONGEST", 40)
     monkeypatch.setattr(soak, "EVERY", 0.2)
+    monkeypatch.setattr(soak, "time", Clock())
 
 
 def said(tmp_path):
@@ -23,13 +42,13 @@ def said(tmp_path):
 
 
 def test_a_run_evicts_and_cuts_and_is_right(tmp_path):
-    assert doctor.main(["--soak", "0.04"]) == 0
+    assert doctor.main(["--soak", "0.2"]) == 0
     text = said(tmp_path)
     assert text.endswith("nothing broke\n") and "OTHER TOKENS" not in text and "model     demo, wired: pool" in text
     count, of_rate = r"(\d+)", r"([\d.]+)"
     line = f"{count} tokens, {of_rate} tokens/s, .* {count} conversations evicted, a pool of {of_rate} to {of_rate} MB"
     tokens, rate, evicted, low, high = re.search(rf"minute 1, \d+ s: {line}", text).groups()
-    assert int(tokens) > 10 and float(rate) == pytest.approx(int(tokens) / 2.4, rel=0.3)
+    assert int(tokens) > 10 and float(rate) == pytest.approx(int(tokens) / 12, rel=0.02)
     assert int(evicted) > 0 and 0 < float(low) < float(high) <= 2.2
 
 
@@ -41,7 +60,7 @@ def test_answers_with_other_tokens_are_found(tmp_path, monkeypatch):
         client.alone = [0]
 
     monkeypatch.setattr(Client, "take", confused)
-    assert doctor.main(["--soak", "0.02"]) == 1
+    assert doctor.main(["--soak", "0.2"]) == 1
     assert "ANSWERS HAD OTHER TOKENS" in said(tmp_path) and said(tmp_path).endswith("an answer had other tokens\n")
 
 
@@ -70,6 +89,14 @@ def test_the_file_says_how_far_a_run_came_that_was_cut_off(tmp_path, monkeypatch
     ]
 
 
+def test_a_machine_that_slept_is_noted():
+    clock = soak.time
+    assert soak.slept_since(clock.monotonic(), clock.time()) == 0
+    start, wall = clock.monotonic(), clock.time()
+    clock.time = lambda: wall + 3600
+    assert soak.slept_since(start, wall) == pytest.approx(3600, abs=1)
+
+
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf"])
 def test_minutes_must_be_possible(minutes, capsys):
     assert doctor.main([f"--soak={minutes}"]) == 1
@@ -77,9 +104,9 @@ def test_minutes_must_be_possible(minutes, capsys):
 
 
 def test_pools_are_compared_in_processes_of_their_own():
-    lines, is_right = soak.compared(0.3)
+    lines, is_right = soak.compared(3.0)
     assert is_right and [line.split(":")[0] for line in lines] == [f"{name} in the pool" for name in soak.DEMO_POOLS]
-    assert all(float(re.search(r": ([\d.]+) tokens/s", line)[1]) > 1 for line in lines)
+    assert all(float(re.search(r": ([\d.]+) tokens/s", line)[1]) > 0 for line in lines)
 
 
 def test_on_a_mac_what_is_wired_is_compared(monkeypatch):
