@@ -15,7 +15,8 @@ from ..kinds import HyperConnections, Indexer, LayerSpec, NGrams, Residual
 from ..mixers.compressed.spec import BestBlocks, Compressed, Compressor
 from .deepseek_v4 import RENAMES as OF_V4
 from .deepseek_v4 import limited_experts, rotation_of
-from .fields import Family, Fields, FusedRows, common, grouped_rows, layer_count, layer_kinds, out_of_range
+from .fields import Family, Fields, FusedRows, common, layer_count, layer_kinds, out_of_range
+from .fused_rows import grouped_rows
 from .qwen4 import LARGEST_TABLE, MOST_HEADS, MOST_LONGEST, primes_from
 
 # The layers that compress keys, and those that choose among them.

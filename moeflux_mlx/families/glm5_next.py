@@ -22,11 +22,11 @@ from .fields import (
     FusedRows,
     after_dense_layers,
     common,
-    grouped_rows,
     layer_count,
     layer_kinds,
     noaux_experts,
 )
+from .fused_rows import grouped_rows
 
 SPARSE = ("deepseek_sparse_attention", "indexed_attention", "full_attention")  # the publisher's and transformers' words
 

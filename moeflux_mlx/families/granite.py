@@ -16,13 +16,13 @@ from .fields import (
     Fields,
     FusedRows,
     experts,
-    grouped_rows,
     layer_count,
     layer_kinds,
     out_of_range,
     rotation,
     sizes,
 )
+from .fused_rows import grouped_rows
 from .gguf import ATTENTION, EXPERTS, NORM, SHARED_EXPERT, Change, GgufFamily, Metadata, neighbours_apart
 from .nemotron import step_limits
 

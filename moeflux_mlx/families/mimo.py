@@ -10,13 +10,13 @@ from .fields import (
     after_dense_layers,
     common,
     experts,
-    joined_attention,
     layer_count,
     layer_kinds,
     layers,
     of_kind,
     rotation,
 )
+from .fused_rows import joined_attention
 
 
 def _mimo_v2_flash(read: Fields) -> JsonDict:

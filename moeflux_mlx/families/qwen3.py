@@ -20,12 +20,12 @@ from .fields import (
     common,
     experts,
     grouped_query,
-    grouped_rows,
     layer_count,
     layer_kinds,
     layers,
     sparse_layers,
 )
+from .fused_rows import grouped_rows
 from .gguf import ATTENTION, EXPERTS, NORM, OTHER_NORM, SHARED_EXPERT, Change, GgufFamily, Metadata
 from .gguf_keys import WINDOWLESS
 

@@ -11,11 +11,11 @@ from .fields import (
     after_dense_layers,
     common,
     grouped_query,
-    joined_attention,
     layer_count,
     layers,
     noaux_experts,
 )
+from .fused_rows import joined_attention
 
 # Of transformers' classes, where the published files leave a field out. Groups are disputed: the code beside the
 # published 105B has 16 of them and keeps 2. Transformers 5.24, SGLang and NVIDIA's code that trains it have none.
