@@ -51,7 +51,7 @@ def model():
 
 def test_decode(run):
     pytest.importorskip("mlx_lm")
-    (row,) = run("bench_decode", *TINY, *PLAIN, "--prompt", 20, "--tokens", 18)["rows"]
+    (row,) = run("bench_decode", *TINY, *PLAIN, "--prompt", 8, "--tokens", 18)["rows"]
     assert row["ours"]["peak"] > 0 < row["mlx-lm"]["peak"]
 
 
@@ -83,7 +83,7 @@ def test_kernels(run):
 
 def test_cpu(run, model):
     pytest.importorskip("mlx_lm")
-    report = run("bench_cpu", model, "--rounds", 1, "--prompt", 8, "--read-mib", 1, "--warm", 2)
+    report = run("bench_cpu", model, "--rounds", 1, "--prompt", 8, "--read-mib", 1, "--warm", 2, "--tokens", 2)
     assert "mlx-lm float32" in report["decode"]
 
 
