@@ -1,5 +1,6 @@
 """Each benchmark runs, with tiny models and on a CPU that stands in for the GPU, and ends with its line of JSON."""
 
+import argparse
 import importlib
 import json
 import subprocess
@@ -51,7 +52,7 @@ def model():
 
 def test_decode(run):
     pytest.importorskip("mlx_lm")
-    (row,) = run("bench_decode", *TINY, *PLAIN, "--prompt", 20, "--tokens", 18)["rows"]
+    (row,) = run("bench_decode", *TINY, *PLAIN, "--prompt", 8, "--tokens", 18)["rows"]
     assert row["ours"]["peak"] > 0 < row["mlx-lm"]["peak"]
 
 
@@ -83,7 +84,7 @@ def test_kernels(run):
 
 def test_cpu(run, model):
     pytest.importorskip("mlx_lm")
-    report = run("bench_cpu", model, "--rounds", 1, "--prompt", 8, "--read-mib", 1, "--warm", 2)
+    report = run("bench_cpu", model, "--rounds", 1, "--prompt", 8, "--read-mib", 1, "--warm", 2, "--tokens", 2)
     assert "mlx-lm float32" in report["decode"]
 
 
@@ -191,6 +192,16 @@ def test_quality(run, tmp_path):
 def test_ranks(run, model):
     report = run("bench_ranks", "--model", model, "--ranks", 2, "--rounds", 1, "--max-tokens", 2)
     assert report
+
+
+def test_our_side_beside_llama_cpp(model):
+    timed = importlib.import_module("bench_llama_turns").ours(argparse.Namespace(gpu=False, model=model))
+    assert timed("decode", 2) > 0 < timed("prompt", 8)
+
+
+def test_llama_cpp_writes_and_reads_the_same_shapes(run, model, tmp_path):
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is built by who compares with it")
+    assert run("bench_llama_cpp", model, tmp_path / "m.gguf", "--rounds", 1, "--prompt", 8, "--tokens", 2)
 
 
 def test_server(run, model):

@@ -159,7 +159,7 @@ def main() -> None:
     ours = models[OURS]
     prompt = np.random.default_rng(0).integers(0, ours.args.vocab_size, max(options.prompt, 256))
     runners = {name: Runner(model, prompt) for name, model in models.items()}
-    tokens = dict.fromkeys(FORMS, 24) | {FLOAT32: 2, BFLOAT16: 1}
+    tokens = dict.fromkeys(FORMS, options.tokens) | {FLOAT32: 2, BFLOAT16: 1}
     peers = [] if options.alone else [(FLOAT32, mx.float32), (BFLOAT16, mx.bfloat16)][: 2 - options.no_bfloat16]
     for name, dtype in peers:
         runners[name] = Runner(peer(options.model, ours, dtype), prompt)
@@ -199,6 +199,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prefill")
     parser.add_argument("--warm", type=int, default=200, help="tokens that map the pages of every expert (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=24, help="that we decode in a round (%(default)s)")
     parser.add_argument("--threads", type=int, help="default: one for each core")
     parser.add_argument("--read-mib", type=int, default=1024, help="read for the bandwidth (%(default)s)")
     parser.add_argument("--alone", action="store_true", help="without mlx-lm")

@@ -185,6 +185,7 @@ def measure_forms(rounds, rng):
                 rows.append(row)
                 text = f"{rate:6.2f} GB/s, {ratio:5.2f} ({low:.2f}-{high:.2f}) of 4 bits' {four:6.2f}"
                 print(f"{quant!s:38} {path:10} {name:8} {text}", flush=True)
+    native.use_path(native.instruction_paths()[0])
     return rows
 
 

@@ -48,8 +48,9 @@ def test_the_caches_of_all_sequences_have_room(name, memory, context, is_mac, in
 @pytest.mark.parametrize(("memory", "most"), [(24 * GB, MOST_STREAMED), (1000 * GB, MAX_ROWS)])
 def test_a_machine_with_enough_memory_answers_the_largest_number(memory, most):
     args, layout = named("qwen3.6-35b-a3b")
-    plan = plan_memory(args, layout, Figures(memory), Demand(2 * GB))
-    caches = cache_room(args, layout, plan)
+    with standing_in(backend="ops"):  # a GPU needs room for copies of joined states too
+        plan = plan_memory(args, layout, Figures(memory), Demand(2 * GB))
+        caches = cache_room(args, layout, plan)
     assert (plan.mode is IoMode.PREAD) == (most == MOST_STREAMED) and caches.sequences == most
     if most == MOST_STREAMED:
         assert caches.nbytes - plan.state == plan.pool // 4
