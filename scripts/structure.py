@@ -205,7 +205,7 @@ def unused(package: Path, seams: Iterable[str] = SEAMS) -> list[str]:
     """Names that nothing in the package uses, and seams that are none."""
     trees = {file.relative_to(package): ast.parse(file.read_text("utf-8")) for file in sorted(package.rglob("*.py"))}
     known = {name for tree in trees.values() for name in reads_elsewhere(tree)}
-    public = set(reads_elsewhere(trees[PurePath(PUBLIC)])) if PurePath(PUBLIC) in trees else set()
+    public = set(reads_elsewhere(trees[Path(PUBLIC)])) if Path(PUBLIC) in trees else set()
     found: dict[str, str] = {}
     for module, tree in trees.items():
         here = {name for one in tree.body for name in reads(one, getattr(one, "name", ""))}

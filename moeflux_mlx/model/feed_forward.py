@@ -1,13 +1,125 @@
-"""The module of a layer's feed-forward part, by its kind."""
+"""The module of a layer's feed-forward part, by its kind: routed experts, also those whose output is added behind the
+next layer, and parts without experts, which compute what `MoE` does of a layer.
+"""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
-from ..experts.routing import RoutedExpertsCall
+import mlx.nn as nn
+
+from ..experts.routing import Pieces, RoutedExpertsCall
 from ..kinds import Dense, Experts, Residual, Shortcut
+from ..layers import MLP, OutputNorm, RMSNorm
+from ..ops.backend import AnyArray, Array, library_of
 from ..spec import ModelArgs
-from .dense import DenseMLP, NoMLP
-from .moe import InputScalingMoE, LatentMoE, LatentMoEBetweenStreams, MoE, MoEBetweenStreams, NormedMoE
-from .shortcut import ShortcutMoE
+from .moe import (
+    BeforeExperts,
+    InputScalingMoE,
+    LatentMoE,
+    LatentMoEBetweenStreams,
+    MoE,
+    MoEBetweenStreams,
+    NormedMoE,
+    Prepared,
+)
+
+PLAIN = Residual()
+
+
+class NoMLP(nn.Module):
+    """The feed-forward part of a layer without one: the stream does not change."""
+
+    reads_tokens: ClassVar[bool] = False
+
+    def forward(self, residual: Array, norm: None, tokens: None = None) -> Array:
+        return residual
+
+    def prepare(self, residual: Array, norm: None, tokens: None = None) -> tuple[Array, ...]:
+        return (residual,)
+
+    def finish_span(self, parts: Sequence[Array]) -> Pieces[Array]:
+        yield from ()
+        return parts[0]
+
+
+class DenseMLP(MLP):
+    """A dense layer, as the first ones of DeepSeek-V3: one wide MLP for every token. `residual` and `eps` as for
+    `MoE`.
+    """
+
+    reads_tokens: ClassVar[bool] = False
+
+    def __init__(self, part: Dense, hidden_size: int, residual: Residual = PLAIN, eps: float = 1e-6):
+        super().__init__(hidden_size, part.width, part.activation)
+        self._adds = residual.connections is None and not residual.parallel  # otherwise the residual adds its output
+        if residual.output_norms:
+            self.output = OutputNorm(hidden_size, eps, residual.layer_scale)
+
+    def forward(self, residual: Array, norm: RMSNorm | None, tokens: None = None) -> Array:
+        """`residual` [B, L, D] plus the MLP's output for it, normed."""
+        if "output" in self:
+            return self.output(residual, self(residual, norm=norm))
+        return self(residual, norm=norm, residual=residual if self._adds else None)
+
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: None = None) -> tuple[Array, ...]:
+        """All of it."""
+        return (self.forward(residual, norm),)
+
+    def finish_span(self, parts: Sequence[Array]) -> Pieces[Array]:
+        """Returns the result of `prepare`."""
+        yield from ()
+        return parts[0]
+
+
+class ShortcutMoE(MoE):
+    """An `MoE` whose output is added behind the next layer: [..., 2 D], the shared expert's and then the routed
+    experts'. Some of them return their input.
+
+    A chosen expert that returns its input is replaced by another that the token has chosen, with the weight 0, so that
+    no other is read; its own weight multiplies the input. A token that has chosen no other expert reads the first one
+    of the layer, with the weight 0.
+    """
+
+    def __init__(
+        self,
+        part: Experts,
+        hidden_size: int,
+        layer: int,
+        experts: RoutedExpertsCall | None,
+        residual: Residual,
+        eps: float,
+    ):
+        assert part.shared is not None, "no family has a shortcut beside nothing"
+        super().__init__(part, hidden_size, layer, experts, residual, eps)
+        self._is_apart, self._count = True, part.router.experts
+
+    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
+        before = super().choose(residual, norm, predict, tokens)
+        ids, weights, own = without_identities(before.ids, before.weights, self._count)
+        returned = (own.astype(before.x.dtype) * before.x).reshape(residual.shape)
+        return before._replace(residual=returned, ids=ids, weights=weights, host_copy=[])
+
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
+        parts = Prepared(*super().prepare(residual, norm, tokens))
+        ids, weights, own = without_identities(parts.ids, parts.weights, self._count)
+        return parts._replace(residual=own.astype(parts.x.dtype) * parts.x, ids=ids, weights=weights)
+
+    def _choice(self, logits: AnyArray) -> None:
+        """None: kernels that choose themselves know no expert that returns its input."""
+
+    def _joined(self, residual: AnyArray, made: AnyArray, beside: AnyArray) -> AnyArray:
+        return library_of(made).concatenate([beside.reshape(made.shape), made], axis=-1)
+
+
+def without_identities(ids: AnyArray, weights: AnyArray, experts: int) -> Sequence[AnyArray]:
+    """The ids and weights [..., K] without those from `experts` on, and the sum of the weights [..., 1] of these."""
+    library = library_of(ids)
+    returns = ids >= experts
+    first = library.argmax(returns == False, axis=-1)[..., None]  # noqa: E712 (arrays)
+    read = library.take_along_axis(ids, first, axis=-1)
+    read = library.where(read < experts, read, 0)
+    own = library.where(returns, weights, 0).sum(axis=-1, keepdims=True)
+    return library.where(returns, read, ids), library.where(returns, 0, weights), own
 
 
 def feed_forward_of(args: ModelArgs, layer: int, experts: RoutedExpertsCall | None) -> MoE | DenseMLP | NoMLP:

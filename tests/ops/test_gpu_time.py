@@ -23,7 +23,7 @@ from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.kinds import streams_before
 from moeflux_mlx.mixers.registry import USUAL, make_caches
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.model.dense import DenseMLP
+from moeflux_mlx.model.feed_forward import DenseMLP
 from moeflux_mlx.model.layer import DecoderLayer
 from moeflux_mlx.model.span import PromptSizes, Span
 from moeflux_mlx.model.tokens import Tokens
