@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,7 +90,7 @@ class Client:
         self._session, self._text = self._engine.session(), list(self._question)
         mx.clear_cache()
 
-    def ask(self) -> Answer:
+    def next_answer(self) -> Answer:
         self.answer = self._session.answer(self._text, max_tokens=self._length)
         return self.answer
 
@@ -128,13 +128,13 @@ class Soak:
         self.clients = [Client(engine, *each) for each in zip(QUESTIONS, ANSWERS, strict=True)]
         self._loop = Loop[Answer]()
         for client in self.clients:  # each first answer alone
-            self._loop.add(client.ask())
+            self._loop.add(client.next_answer())
             while not client.answer.is_over:
                 self._step(Seen())
             client.take(Seen())
             client.begin()
         for client in self.clients:
-            self._loop.add(client.ask())
+            self._loop.add(client.next_answer())
 
     def seconds(self, count: float) -> Seen:
         """Runs for so many seconds."""
@@ -146,7 +146,7 @@ class Soak:
             for client in self.clients:
                 if client.answer.is_over:
                     client.take(seen)
-                    self._loop.add(client.ask())
+                    self._loop.add(client.next_answer())
         seen.seconds = time.monotonic() - start
         seen.slept = slept_since(start, wall)
         return seen
@@ -188,8 +188,8 @@ def run(options: argparse.Namespace) -> int:
     lines += [*machine_lines(machine_figures()), f"model     {options.model or 'demo'}, wired: {options.wired}", ""]
     fault = ""
     try:
-        with Awake():
-            for line, is_right in parts(options):
+        with Awake(), closing(soaked(options)) as told:
+            for line, is_right in told:
                 lines, fault = _said(path, lines, line), fault or ("" if is_right else "an answer had other tokens")
     except Exception as error:
         fault = f"{type(error).__name__}: {first_lines(str(error))}"
@@ -206,7 +206,7 @@ def _said(path: Path, lines: Sequence[str], *more: str, is_over: bool = False) -
     return said
 
 
-def parts(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+def soaked(options: argparse.Namespace) -> Generator[tuple[str, bool], None, None]:
     """Lines of a run, and whether each is right."""
     engine = _opened(options.model, DEMO_POOLS["half of the experts"], options.wired)
     with closing(engine.experts):

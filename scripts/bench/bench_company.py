@@ -27,7 +27,7 @@ from streamed import add_options, held_drive, settings
 
 from moeflux_mlx import load_model
 from moeflux_mlx.engine.decoding import Decoding
-from moeflux_mlx.engine.loop import absorb, advance_together
+from moeflux_mlx.engine.loop import absorb_prompt, advance_together
 from moeflux_mlx.engine.prefill import Prefill
 from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.server.running import Totals
@@ -99,7 +99,7 @@ def run_prompt(model: Any, prompt: list[int], answer: Decoding | None, share: fl
     pace, times = TurnPace(share, Totals()), list[float]()
     mx.synchronize()
     start = began = time.perf_counter()
-    for _ in absorb(Prefill(model, model.make_cache(), mx.array(prompt, mx.uint32))):
+    for _ in absorb_prompt(Prefill(model, model.make_cache(), mx.array(prompt, mx.uint32))):
         pace.computed(time.perf_counter() - began, answer is not None)
         while answer is not None and pace.is_due:
             began = time.perf_counter()

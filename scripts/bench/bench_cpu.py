@@ -28,12 +28,13 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from bench_native import read_all
 from mlx_lm.models import qwen3_moe
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
 from moeflux_mlx import load_model
-from moeflux_mlx.engine.loop import absorb
+from moeflux_mlx.engine.loop import absorb_prompt
 from moeflux_mlx.engine.prefill import Prefill
 from moeflux_mlx.engine.sampling import greedy
 from moeflux_mlx.experts.routing import finished
@@ -64,7 +65,7 @@ class Runner:
         self.cache = new_cache(self.model)
         tokens = mx.array(self.prompt[:length])
         if isinstance(self.model, Model):
-            mx.eval(finished(absorb(Prefill(self.model, self.cache, tokens))))
+            mx.eval(finished(absorb_prompt(Prefill(self.model, self.cache, tokens))))
         else:
             mx.eval(self.model.model(tokens[None], self.cache))
 
@@ -144,7 +145,7 @@ def one_round(runners: dict[str, Runner], tokens: dict[str, int], words: np.ndar
     """Returns the rates of one round in tokens per second; "bound" is the rate at which the weights alone could be
     read.
     """
-    rates = {"bound": words.nbytes / seconds(lambda: native.checksum(words)) / bytes_}
+    rates = {"bound": words.nbytes / seconds(lambda: read_all(words)) / bytes_}
     for name, runner in runners.items():
         rates[name] = tokens[name] / seconds(lambda r=runner, n=tokens[name]: r.decode(n))
     return rates

@@ -231,7 +231,7 @@ class Runner:
         }
 
 
-def planned(args: ModelArgs, figures: Figures, tokens: int, **sizes: int) -> MemoryPlan:
+def planned(args: ModelArgs, figures: Figures, tokens: int, **sizes: Any) -> MemoryPlan:
     """Returns the memory plan for `tokens` tokens with every expert in memory."""
     demand = LoadSettings(context=tokens, expert_io="mmap", **sizes).demand(
         args, variant_bytes(args, default_dtype()), default_dtype()
@@ -304,7 +304,7 @@ def main() -> None:
     runners = {"ours": Runner.of(make, generate_step), **runners}
     rows = []
     for length in options.prompt:
-        plan = planned(args, figures, length + options.tokens, span=sizes.span, prefill_step_size=sizes.block)
+        plan = planned(args, figures, length + options.tokens, set={"span": sizes.span}, prefill_step_size=sizes.block)
         rows.append(report(measure(runners, length, options), length, plan.fixed - plan.runtime + plan.experts))
     total = {}
     for name, runner in runners.items():

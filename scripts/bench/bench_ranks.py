@@ -191,7 +191,7 @@ def opened(options: argparse.Namespace, link: Link | None):
         expert_io="auto" if ranks is None and options.share >= 1 else "pread",
         expert_cache_bytes=int(options.share * total),
         context=longest + options.max_tokens + 16,
-        span=longest,
+        set={"span": longest},
         ranks=ranks,
     ).model
 

@@ -722,7 +722,8 @@ def run_worker(options: argparse.Namespace) -> dict:
         prefetch=options.prefetch,
         warm_start="off",
         context=options.context,
-        **step,
+        prefill_step_size=options.prefill_step_size,
+        set={} if options.prefill_step_size is None else {"span": options.prefill_step_size},
     )
     model = engine.model
     if options.damping != 1:

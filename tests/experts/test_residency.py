@@ -60,7 +60,7 @@ class Model:
     """A model on a Mac, with the states of several answers; `load` as `open_with` does it."""
 
     def __init__(self, packed, monkeypatch, seed=0):
-        self.stride = packed.layout.expert_stride
+        self.stride = packed.layout.record.stride
         self.nbytes = SLOTS * self.stride
         self.mac, self.rng, self.states = WiredMac(self.nbytes, seed), np.random.default_rng(seed), {}
         self.sets, self.limit = self.mac.sets, wired.WiredLimit()

@@ -166,7 +166,7 @@ def test_a_span_that_is_dropped_leaves_the_caches_where_it_began(family):
 
 def test_pieces_may_be_longer(monkeypatch):
     tokens, _ = prompt("qwen3_next")
-    model = model_of("qwen3_next", span=25, prefill_step_size=8)
+    model = model_of("qwen3_next", set={"span": 25}, prefill_step_size=8)
     told, results = [], []
     for seconds in (0.0, 1e9):
         monkeypatch.setattr(decoder, "PIECE_SECONDS", seconds)

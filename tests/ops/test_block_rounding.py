@@ -80,7 +80,7 @@ def test_the_first_values_of_a_row():
     [
         ("o < BLOCK", "o < BLOCK / 2"),
         ("127 + LOWEST", "127"),
-        ("metal::rint(x / step)", "metal::floor(x / step + 0.5f)"),
+        ("metal::rint(x * inverse)", "metal::floor(x * inverse + 0.5f)"),
         ("(bits & 0x7FFFFF) != 0", "0"),
         ("metal::fmax(most, LEAST)", "metal::fmax(most, 1.0f)"),
         ("NESTED ?", "NESTED && most < 0 ?"),

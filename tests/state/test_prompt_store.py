@@ -445,7 +445,7 @@ def test_a_full_disk_keeps_the_old_file(tmp_path):
 
 WRITER = """
 import sys, itertools
-sys.path[:0] = [{here!r}, {here!r} + "/state"]
+sys.path[:0] = [{here!r}, {here!r} + "/support", {here!r} + "/state"]
 import mlx.core as mx
 from moeflux_mlx import load_model, model_fingerprint
 from moeflux_mlx.state.prompt_store import PromptDirectory, PromptFile, reuse_prefix

@@ -4,7 +4,7 @@ Names of tensors come from the `gguf` package, and so do metadata, container and
 changes in weights is written here once more, in the other direction than the package under test reads it.
 """
 
-import functools
+import hashlib
 import re
 
 import gguf
@@ -245,9 +245,9 @@ def write_gguf(path, family, type_of, keys=None, extra=None, fused=False, **opti
     _write_tokenizer(writer, goldens.text_config(family)["vocab_size"])
     for key, value in (keys or {}).items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    for seed, (name, array, restore) in enumerate(_pieces(family, fused)):
+    for seed, (name, array, restore) in enumerate(pieces(family, fused)):
         kind = type_of(name) if array.ndim > 1 and "_inp" not in name and name.endswith("weight") else "F32"
-        rows, restored = _quantised(family, fused, seed, kind)
+        rows, restored = _quantised(array, seed, kind)
         writer.add_tensor(name, rows, raw_dtype=TYPES[kind])
         for hub, values in restore(restored).items():
             if isinstance(values, tuple):
@@ -283,19 +283,18 @@ def slowed_by(c):
     return {"rope_freqs.weight": np.float32(divisors)}
 
 
-@functools.cache
-def _pieces(family, fused):
-    return list(pieces(family, fused))
+_made = {}
 
 
-@functools.cache
-def _quantised(family, fused, place, kind):
+def _quantised(array, seed, kind):
     """Returns a tensor in a type, and the values that this stores; nobody may change them."""
-    _, array, _ = _pieces(family, fused)[place]
-    rows = _stored(kind, array, place)
-    values = rows if kind == "F32" else values_of(kind, rows).reshape(array.shape)
-    rows.flags.writeable = values.flags.writeable = False
-    return rows, values
+    place = kind, seed, array.shape, hashlib.blake2b(np.ascontiguousarray(array)).digest()
+    if place not in _made:
+        rows = _stored(kind, array, seed)
+        values = rows if kind == "F32" else values_of(kind, rows).reshape(array.shape)
+        rows.flags.writeable = values.flags.writeable = False
+        _made[place] = rows, values
+    return _made[place]
 
 
 def _stored(kind, array, seed):

@@ -115,13 +115,6 @@ def test_work_has_every_kernel_that_is_tried_and_gives_the_same_with_other_tiles
     assert tuning.timed(work, other) > 0
 
 
-def test_the_time_is_that_of_the_whole_work(monkeypatch):
-    work, done = SimpleNamespace(run=lambda: "graph"), []
-    monkeypatch.setattr(tuning, "mx", SimpleNamespace(eval=done.append))
-    tuning.seconds(work, CODE)
-    assert done == ["graph"]
-
-
 @pytest.mark.parametrize("family", goldens.families())
 def test_every_family_has_layers_to_try(host, monkeypatch, family):
     """Its files give the shapes. Only the launches matter here."""
