@@ -20,12 +20,12 @@ from .cli.options import add_model_options
 from .cli.parallel import Rates, check_numbers, parallel_rates, parallel_table
 from .cli.ranks import add_rank_options, together
 from .cli.terminal import mapped_memory_gb, peak_memory_gb
-from .engine.engine import Engine
-from .engine.locate import resolve
-from .engine.machine import machine_figures
-from .engine.weights import open_weights
 from .errors import RequestError
 from .files import JsonDict
+from .opening.engine import Engine
+from .opening.locate import resolve
+from .opening.weights import open_weights
+from .planning.machine import machine_figures
 from .spec import ModelArgs
 
 LENGTHS = (128, 512, 2048)  # tokens of prompts

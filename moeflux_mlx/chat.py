@@ -20,11 +20,11 @@ from .cli.remarks import beyond_plan, draft_statistics, expert_statistics, why_c
 from .cli.run import Parser, execute
 from .cli.sampling import add_sampling_options, sampling
 from .cli.terminal import Interruption, ProgressLine, WordWrap, note, unsafe_letters
-from .engine.conversation import Conversation
-from .engine.engine import Engine
-from .engine.session import AnswerOptions
+from .driving.conversation import Conversation
+from .driving.session import AnswerOptions
 from .errors import MoefluxError, RequestError, TokenizerError
 from .files import user_path
+from .opening.engine import Engine
 from .vision.sources import bytes_of
 
 HELP = """\

@@ -17,18 +17,18 @@ from .cli.interrupts import INTERRUPTED
 from .cli.options import Adder, add_shared
 from .cli.planning import reading_line
 from .cli.terminal import agree, note
-from .engine.awake import Awake
-from .engine.machine import default_dtype
-from .engine.remote import is_remote
-from .engine.weights import open_weights
 from .errors import ConfigError, counted
 from .files import user_path
 from .formats.hub import quant_of
 from .formats.packed import FOLDER
 from .model.tensors import token_bytes
+from .opening.remote import is_remote
+from .opening.weights import open_weights
 from .packing.convert import LAYOUTS, PACKED, ConversionReport, convert
 from .packing.ggml import TYPES
 from .packing.recipe import RECIPES
+from .planning.awake import Awake
+from .planning.machine import default_dtype
 from .quant import AFFINE_BITS, AFFINE_GROUPS, DEFAULT, MLX_MODES, fitting
 from .rounding.methods import FIT, METHODS
 from .text.tokenizer import VOCABULARY_FILES

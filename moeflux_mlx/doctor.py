@@ -24,13 +24,13 @@ from .cli.diagnosis import (
 from .cli.known_models import known_models, machine_of, table
 from .cli.opening import shapes_of
 from .cli.options import add_variant
-from .engine.launches import TOKENS, PartLaunches, launches_of
-from .engine.machine import default_dtype, machine_figures
-from .engine.wired import MODES as WIRED
 from .errors import MoefluxError, RequestError
 from .installation import install_command, reinstall_command
+from .opening.launches import TOKENS, PartLaunches, launches_of
 from .ops import backend, native
 from .ops.stand_ins import standing_in
+from .planning.machine import default_dtype, machine_figures
+from .planning.wired import MODES as WIRED
 
 BACKENDS = {"cpu": "ops", "metal": "metal", "cuda": "cuda"}
 EXTRAS = {"server": ("starlette", "uvicorn"), "structured": ("llguidance",)}

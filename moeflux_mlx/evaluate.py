@@ -21,11 +21,11 @@ from .cli.options import (
 )
 from .cli.run import Parser, execute
 from .cli.terminal import ProgressLine, note
-from .engine.engine import Engine, open_with
-from .engine.locate import resolve
 from .errors import NotPackedError
 from .files import JsonDict, read_text, user_path
 from .formats.packed import STATE
+from .opening.engine import Engine, open_with
+from .opening.locate import resolve
 from .process import claim_process
 from .tools.evaluate import WINDOW, Losses, evaluate, perplexity
 from .tools.readers import LayerReader

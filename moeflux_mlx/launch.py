@@ -17,9 +17,9 @@ from .cli.programs import PROGRAMS, Address, AgentProgram
 from .cli.run import Parser, execute
 from .cli.serving import POOL_SHARE, add_sampling_defaults, check_installed, model_name, serve_with
 from .cli.terminal import note
-from .engine.engine import Engine
-from .engine.locate import resolve
 from .errors import RequestError
+from .opening.engine import Engine
+from .opening.locate import resolve
 from .spec import ModelArgs
 from .text.history import History
 from .text.tokenizer import load_tokenizer

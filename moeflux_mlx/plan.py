@@ -26,16 +26,6 @@ from .cli.options import (
 from .cli.planning import ASSUMED_DISK, figures, measure_disk, memory_lines, reading_line, routed_bytes
 from .cli.rank_planning import LINK_GB_PER_S, LINK_US, Machines, machines_of, rank_lines
 from .cli.terminal import note
-from .engine.budget import Planner, plan_memory
-from .engine.demand import Demand
-from .engine.expert_io import from_environment
-from .engine.heads import choose_drafts
-from .engine.kv_bits import keeping, state_lines
-from .engine.locate import resolve
-from .engine.machine import default_dtype, in_gb
-from .engine.memory_plan import MemoryPlan
-from .engine.remote import Remote, is_remote
-from .engine.weights import ModelWeights, open_weights, with_best_pool
 from .errors import RequestError
 from .experts.source import IoMode
 from .files import user_path
@@ -43,8 +33,18 @@ from .formats.pieces import ExpertFiles
 from .formats.record import ExpertLayout
 from .formats.tables import NARROW, RowForm, TableFiles
 from .model.tensors import resident_bytes, token_bytes, variant_bytes
+from .opening.heads import choose_drafts
+from .opening.locate import resolve
+from .opening.remote import Remote, is_remote
+from .opening.weights import ModelWeights, open_weights, with_best_pool
 from .packing.recipe import Recipe, read_recipe
 from .packing.tables import SMALL_GROUP
+from .planning.budget import Planner, plan_memory
+from .planning.demand import Demand
+from .planning.expert_io import from_environment
+from .planning.kv_bits import keeping, state_lines
+from .planning.machine import default_dtype, in_gb
+from .planning.memory_plan import MemoryPlan
 from .quant import Quant
 from .spec import ModelArgs
 from .vision.vision import NoVision, VisionFiles

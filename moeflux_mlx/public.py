@@ -1,12 +1,8 @@
 """The public names of `moeflux_mlx`."""
 
-from .engine.batch_generation import BatchGenerator, BatchResponse, BatchStats, BatchToken, batch_generate
-from .engine.engine import load, load_model
-from .engine.expert_io import select_io_mode
-from .engine.generation import GenerationResponse, generate, make_prompt_cache, stream_generate
-from .engine.sampling import make_logits_processors, make_sampler
-from .engine.settings import configure_mlx
-from .engine.weights import model_fingerprint
+from .driving.batch_generation import BatchGenerator, BatchResponse, BatchStats, BatchToken, batch_generate
+from .driving.generation import GenerationResponse, generate, make_prompt_cache, stream_generate
+from .driving.sampling import make_logits_processors, make_sampler
 from .errors import (
     ConfigError,
     DeviceError,
@@ -23,6 +19,10 @@ from .errors import (
 from .experts.source import ExpertLoader, IoMode
 from .model.decoder import Model
 from .model.step import SequenceRows
+from .opening.engine import load, load_model
+from .opening.weights import model_fingerprint
+from .planning.expert_io import select_io_mode
+from .planning.settings import configure_mlx
 from .spec import ModelArgs
 from .state.prompt_store import PromptDirectory, PromptFile, reuse_prefix
 from .state.snapshot import load_state, save_state, state_size

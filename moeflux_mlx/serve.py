@@ -13,10 +13,10 @@ from .cli.ranks import add_rank_options, together
 from .cli.run import Parser, execute
 from .cli.serving import POOL_SHARE, add_sampling_defaults, check_installed, model_name, serve_with
 from .cli.terminal import note
-from .engine.engine import Engine
-from .engine.locate import resolve
 from .errors import RequestError
 from .files import that_ends, user_path
+from .opening.engine import Engine
+from .opening.locate import resolve
 
 if TYPE_CHECKING:
     from .server.listen import Listener

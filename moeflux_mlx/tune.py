@@ -14,28 +14,28 @@ import mlx.core as mx
 
 from .cli.opening import shapes_of
 from .cli.options import add_variant
-from .engine.budget import plan_memory
-from .engine.engine import open_engine
-from .engine.generation import generate_step
-from .engine.keep_warm import WarmTimes, keep_warm_file
-from .engine.kept_rows import Row, read_rows
-from .engine.kv_bits import keeping
-from .engine.load_settings import LoadSettings
-from .engine.locate import resolve
-from .engine.machine import default_dtype, machine_figures
-from .engine.needs import least_pool
-from .engine.pool_sizes import best_of, keep_pool, pool_file, sizes_to_try
-from .engine.random_weights import Shapes
-from .engine.sampling import make_sampler
-from .engine.tiles import gpu_name, keep, tiles_file
-from .engine.warm_start import usage_file
-from .engine.weights import open_weights
+from .driving.generation import generate_step
+from .driving.sampling import make_sampler
 from .errors import RequestError
 from .experts.source import IoMode
 from .files import user_path
+from .kept.keep_warm import WarmTimes, keep_warm_file
+from .kept.kept_rows import Row, read_rows
+from .kept.tiles import gpu_name, keep, tiles_file
+from .kept.warm_start import usage_file
 from .model.tensors import resident_bytes
+from .opening.engine import open_engine
+from .opening.load_settings import LoadSettings
+from .opening.locate import resolve
+from .opening.random_weights import Shapes
+from .opening.weights import open_weights
 from .ops import backend
 from .ops.tiles import TRIED, TileChanges, joined
+from .planning.budget import plan_memory
+from .planning.kv_bits import keeping
+from .planning.machine import default_dtype, machine_figures
+from .planning.needs import least_pool
+from .planning.pool_sizes import best_of, keep_pool, pool_file, sizes_to_try
 from .tools.tuning import WORTH, tune
 
 PROMPT = "Once upon a time a lighthouse keeper wrote a letter about how ships, stars and mathematics belong together."

@@ -29,7 +29,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "moeflux_mlx"
 TESTS = PACKAGE.parent / "tests"
 MAY_NAME = ("mixers", "families")  # packages that may name a mixer
 MODULE_LINES, FUNCTION_LINES, PRIVATE_PLACES, KIND_PLACES, PATCHES = 400, 60, 60, 53, 565
-KIND, LOOP = PurePath("ops/backend.py"), PurePath("engine/loop.py")
+KIND, LOOP = PurePath("ops/backend.py"), PurePath("driving/loop.py")
 DRIVES = re.compile(r"(.*\.)?_?model\.(advance|step)")
 PRIVATE = re.compile(r"(?:.*\.)?(_[A-Za-z]\w*)")  # a name, perhaps with those of what it belongs to
 NAMES = re.compile(r"\w+(\[\w+\])?")
@@ -53,7 +53,7 @@ SEAMS = {  # name that only tests, scripts, users or libraries use: the reason
     "VMStatistics._fields_": LIBRARY,
 }
 LONG = {  # module: why it is longer
-    "engine/session.py": "one text: what is kept of it, and how a prompt goes on from that",
+    "driving/session.py": "one text: what is kept of it, and how a prompt goes on from that",
     "experts/streamed.py": "one source of experts: turns, requests and memory share one lock",
     "mixers/delta/op.py": ONE_OPERATION,
     "model/decoder.py": "the whole model: what it computes of a token, of rows and of a span",

@@ -14,9 +14,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # set before numpy is imported; otherwi
 import pytest
 from hypothesis import settings
 
-from moeflux_mlx.engine.settings import set_variables
 from moeflux_mlx.model import decoder
 from moeflux_mlx.ops.cores import cores
+from moeflux_mlx.planning.settings import set_variables
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), *(str(folder) for folder in HERE.iterdir() if any(folder.glob("*.py")))]

@@ -9,7 +9,7 @@ import routing_trace
 from tiny_models import tiny_directory
 
 from moeflux_mlx import load_model
-from moeflux_mlx.engine import decoding, head_drafts
+from moeflux_mlx.driving import decoding, head_drafts
 
 PROMPT, TOKENS = [1, 2, 3], 24
 

@@ -12,7 +12,7 @@ import pytest
 import routing_trace
 from tiny_models import tiny_directory, write_tokenizer
 
-from moeflux_mlx.engine import decoding, head_drafts
+from moeflux_mlx.driving import decoding, head_drafts
 
 TINY = ("--tiny", "--rounds", 1)
 PLAIN = ("--variant", "qwen3-30b-a3b", "--layers", 2)  # whose mixers take the least time

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from moeflux_mlx.cli.main import COMMANDS, main
-from moeflux_mlx.engine.reach import Mac, Reach
 from moeflux_mlx.families.registry import FAMILIES, GGUF
 from moeflux_mlx.files import read_json
+from moeflux_mlx.opening.reach import Mac, Reach
 from moeflux_mlx.spec import family_name, variants
 
 ROOT = Path(__file__).resolve().parent.parent

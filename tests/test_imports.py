@@ -40,7 +40,10 @@ ORDER = [
     "packing",
     "calibration",
     "vision",
-    "engine",
+    "kept",
+    "planning",
+    "driving",
+    "opening",
     "several",
     "tools",
     "server",
@@ -182,7 +185,7 @@ def test_the_model_knows_nothing_of_files():
 
 
 def test_opening_a_checkpoint_imports_nothing_that_writes_one():
-    seen, todo = set(), ["engine.engine"]
+    seen, todo = set(), ["opening.engine"]
     while todo:
         seen.add(module := todo.pop())
         todo += graph()[module] - seen
@@ -205,7 +208,7 @@ def test_faults_are_seen():
         "model.decoder",
         "ops.native",
     }
-    assert imports_of("if TYPE_CHECKING:\n    from .engine import engine", "chat") == {"engine.engine"}
+    assert imports_of("if TYPE_CHECKING:\n    from .opening import engine", "chat") == {"opening.engine"}
     assert imports_of("def f():\n    import moeflux_mlx.ops.native", "errors") == {"ops.native"}
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
     planted = {
@@ -213,13 +216,13 @@ def test_faults_are_seen():
         "mixers.delta.channel_op": {"mixers.delta.cache"},
         "mixers.registry": {"mixers.delta.module"},
         "families.qwen3": {"mixers.delta.spec", "mixers.delta.op"},
-        "engine.needs": {"mixers.registry", "mixers.delta.spec"},
+        "planning.needs": {"mixers.registry", "mixers.delta.spec"},
     }
     assert wrong_about_mixers(planted) == [
         ("mixers.mamba.op", "mixers.delta.op"),
         ("mixers.delta.channel_op", "mixers.delta.cache"),
         ("families.qwen3", "mixers.delta.op"),
-        ("engine.needs", "mixers.delta.spec"),
+        ("planning.needs", "mixers.delta.spec"),
     ]
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.engine import Engine
-from ..engine.generation import generate_step
+from ..driving.generation import generate_step
 from ..files import JsonDict
+from ..opening.engine import Engine
 from .terminal import note
 
 # A prompt and how many tokens follow it -> their steps.

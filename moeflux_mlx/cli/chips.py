@@ -3,7 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
-from ..engine.reach import (
+from ..errors import RequestError
+from ..opening.reach import (
     ASSUMED_SHARE,
     BANDWIDTH_SHARE,
     LAUNCH_SECONDS,
@@ -14,7 +15,6 @@ from ..engine.reach import (
     Reach,
     Speed,
 )
-from ..errors import RequestError
 from .options import NOT_GIVEN, gigabytes, written
 
 PROMPTS = (512, 4096)

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..engine.machine import Figures, in_gb
-from ..engine.settings import chip, physical_ram_bytes
 from ..errors import ModelFileError
 from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout, Record
 from ..ops import backend
 from ..ops.chips import M5_GENERATION, generation_of
 from ..ops.launch import MOST_THREADS
+from ..planning.machine import Figures, in_gb
+from ..planning.settings import chip, physical_ram_bytes
 from ..tools.checkup import ASKED, check_operations, runs_on, thread_limits
 from .planning import measure_disk
 

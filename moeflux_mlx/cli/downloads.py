@@ -4,12 +4,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..engine.weights import open_weights
 from ..errors import MoefluxError, RequestError, did_you_mean
 from ..files import read_json
 from ..formats.gguf_file import SUFFIX, models_in, open_gguf
 from ..formats.hub import cache_folder
 from ..formats.packed import FOLDER, LAYOUT
+from ..opening.weights import open_weights
 from ..packing.in_place import states_mlx
 from ..spec import ModelArgs
 from .terminal import agree, note

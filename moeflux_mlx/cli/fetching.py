@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ..engine.budget import plan_memory
-from ..engine.expert_io import from_environment
-from ..engine.kv_bits import keeping
-from ..engine.machine import default_dtype, machine_figures
-from ..engine.remote import Remote, is_remote
 from ..errors import RequestError
 from ..model.tensors import resident_bytes
+from ..opening.remote import Remote, is_remote
+from ..planning.budget import plan_memory
+from ..planning.expert_io import from_environment
+from ..planning.kv_bits import keeping
+from ..planning.machine import default_dtype, machine_figures
 from .options import settings_of
 from .planning import memory_lines
 from .terminal import agree, note

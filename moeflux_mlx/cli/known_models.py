@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from ..engine.budget import plan_memory
-from ..engine.kv_bits import keeping
-from ..engine.load_settings import LoadSettings
-from ..engine.machine import Figures, default_dtype, in_gb
 from ..errors import RequestError
 from ..experts.source import IoMode
 from ..files import directory, read_json
 from ..formats.record import ExpertLayout
 from ..model.tensors import variant_bytes
+from ..opening.load_settings import LoadSettings
+from ..planning.budget import plan_memory
+from ..planning.kv_bits import keeping
+from ..planning.machine import Figures, default_dtype, in_gb
 from ..spec import ModelArgs, variants
 from ..tools.checkup import product_rate
 from .planning import ASSUMED_DISK, memory_in_all, routed_bytes

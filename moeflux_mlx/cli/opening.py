@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from ..engine.engine import Engine, open_with
-from ..engine.locate import resolve
-from ..engine.machine import default_dtype
-from ..engine.random_weights import Shapes
-from ..engine.remote import Remote, is_remote
-from ..engine.weights import open_weights
 from ..errors import RequestError
 from ..experts.resident import ReadProgress
 from ..experts.source import IoMode
+from ..opening.engine import Engine, open_with
+from ..opening.locate import resolve
+from ..opening.random_weights import Shapes
+from ..opening.remote import Remote, is_remote
+from ..opening.weights import open_weights
 from ..ops.backend import computes_natively, has_kernels, name
+from ..planning.machine import default_dtype
 from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
 from .options import NOT_GIVEN, dtype_of, file_to_write, settings_of, written
 from .terminal import ProgressLine, note

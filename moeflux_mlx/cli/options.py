@@ -9,14 +9,14 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from ..engine.expert_io import MODES
-from ..engine.heads import DRAFTS
-from ..engine.kv_bits import KV_BITS
-from ..engine.load_settings import TRIALS, LoadSettings
-from ..engine.warm_start import MODES as WARM_START
-from ..engine.wired import MODES as WIRED
 from ..errors import RequestError
 from ..files import JsonDict, user_path
+from ..kept.warm_start import MODES as WARM_START
+from ..opening.heads import DRAFTS
+from ..opening.load_settings import TRIALS, LoadSettings
+from ..planning.expert_io import MODES
+from ..planning.kv_bits import KV_BITS
+from ..planning.wired import MODES as WIRED
 from ..vision.pixels import IMAGE_ROWS
 
 OptionValue: TypeAlias = Any  # what argparse makes of an option: its type is that of the option

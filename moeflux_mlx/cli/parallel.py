@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..engine.batch_generation import BatchGenerator
-from ..engine.engine import Engine
+from ..driving.batch_generation import BatchGenerator
 from ..errors import RequestError
 from ..model.step import MAX_ROWS
+from ..opening.engine import Engine
 from .terminal import note
 
 Rates = dict[int, list[float]]  # by number of sequences: tokens a second of all together, in each round

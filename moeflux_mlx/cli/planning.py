@@ -7,8 +7,6 @@ from collections import deque
 
 import numpy as np
 
-from ..engine.machine import Figures, in_gb, machine_figures
-from ..engine.memory_plan import MemoryPlan
 from ..errors import ExpertIOError
 from ..experts.memory import page_aligned
 from ..experts.reader import ExpertReader
@@ -18,6 +16,8 @@ from ..formats.packed import PackedExperts
 from ..formats.page_cache import drop_files
 from ..formats.pieces import ExpertFiles
 from ..formats.record import ExpertLayout
+from ..planning.machine import Figures, in_gb, machine_figures
+from ..planning.memory_plan import MemoryPlan
 from ..spec import ModelArgs
 from .options import gigabytes
 

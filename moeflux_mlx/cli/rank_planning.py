@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..engine.memory_plan import MemoryPlan
 from ..errors import RequestError
 from ..formats.record import ExpertLayout
+from ..planning.memory_plan import MemoryPlan
 from ..spec import ModelArgs
 
 MOST_RANKS = 64

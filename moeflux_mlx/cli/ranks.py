@@ -5,8 +5,8 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..engine.engine import Engine
 from ..errors import RequestError
+from ..opening.engine import Engine
 from ..several.follow import Follower
 from ..several.group import Exchange
 from ..several.joining import BACKENDS, end_process, join

@@ -1,8 +1,8 @@
 """Lines that commands print about a text and its computation."""
 
-from ..engine.engine import Engine
 from ..experts.source import ExpertLoader, IoMode
 from ..model.drafting import Drafting
+from ..opening.engine import Engine
 from ..spec import ModelArgs
 
 WORTH_CONVERTING = 0.1  # share of the time; below it, packed experts would hardly help

@@ -21,13 +21,13 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from ..engine.engine import Engine, open_engine
-from ..engine.machine import default_dtype, in_gb, machine_figures, used_memory
 from ..errors import MoefluxError
 from ..files import directory, replace_file
+from ..opening.engine import Engine, open_engine
 from ..ops import backend
 from ..ops.chips import CHIPS
 from ..ops.kernel_files import Program
+from ..planning.machine import default_dtype, in_gb, machine_figures, used_memory
 from ..tools.checkup import product_rate
 from ..tools.demo_check import BOUND, NATS, story_rows
 from ..tools.kernels import Built, built, compiler_of, programs_of_variants

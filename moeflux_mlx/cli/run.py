@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
-from ..engine.settings import allow_open_files, set_variables
 from ..errors import MoefluxError, MoefluxWarning, RequestError, did_you_mean
 from ..foreign import remedy_of_option
 from ..ops.limits import within_limits
+from ..planning.settings import allow_open_files, set_variables
 from .interrupts import INTERRUPTED, raise_again
 from .terminal import give_up_stdout, note
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import mlx.core as mx
 
-from ..engine.generation import check_max_tokens, xtc_special_tokens
-from ..engine.sampling import make_logits_processors, make_sampler
-from ..engine.session import AnswerOptions
+from ..driving.generation import check_max_tokens, xtc_special_tokens
+from ..driving.sampling import make_logits_processors, make_sampler
+from ..driving.session import AnswerOptions
 from ..errors import RequestError
 from ..text.tokenizer import TokenizerWrapper
 from .options import Adder, OptionValue

@@ -13,13 +13,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
-from ..engine.engine import Engine
-from ..engine.parallel import cache_room
-from ..engine.sampling import make_logits_processors, make_sampler
+from ..driving.sampling import make_logits_processors, make_sampler
 from ..errors import ModelFileError, MoefluxError, RequestError
 from ..files import read_json
 from ..installation import install_command
 from ..model.step import MAX_ROWS
+from ..opening.engine import Engine
+from ..planning.parallel import cache_room
 from ..spec import ModelArgs
 from ..text.tokenizer import load_tokenizer
 from ..vision.vision import open_reader

@@ -19,15 +19,15 @@ from typing import cast
 
 import mlx.core as mx
 
-from ..engine.awake import Awake
-from ..engine.engine import Engine, open_engine
-from ..engine.loop import Loop
-from ..engine.machine import in_gb, machine_figures, used_memory
-from ..engine.session import Answer
+from ..driving.loop import Loop
+from ..driving.session import Answer
 from ..errors import RequestError
 from ..experts.source import ExpertLoader
 from ..experts.streamed import StreamedExperts
+from ..opening.engine import Engine, open_engine
 from ..ops import backend
+from ..planning.awake import Awake
+from ..planning.machine import in_gb, machine_figures, used_memory
 from ..version import described
 from .diagnosis import machine_lines
 from .options import file_to_write

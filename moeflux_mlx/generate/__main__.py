@@ -20,12 +20,12 @@ from ..cli.remarks import beyond_plan, draft_statistics, expert_statistics, why_
 from ..cli.run import Parser, execute
 from ..cli.sampling import add_sampling_options, sampling
 from ..cli.terminal import Interruption, ProgressLine, note, peak_memory_gb, unsafe_letters
-from ..engine.awake import Awake
-from ..engine.generation import GenerationResponse, within_limit
-from ..engine.prompt import places_of, prompt_with_images, read_images
-from ..engine.session import AnswerOptions, Session
+from ..driving.generation import GenerationResponse, within_limit
+from ..driving.prompt import places_of, prompt_with_images, read_images
+from ..driving.session import AnswerOptions, Session
 from ..errors import RequestError
 from ..files import JsonDict
+from ..planning.awake import Awake
 from ..text.boundaries import Rendering
 from ..text.chat_template import with_places
 from ..text.tokenizer import TokenizerWrapper

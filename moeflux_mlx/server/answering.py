@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from ..engine.generation import GenerationResponse
-from ..engine.sampling import likeliest
+from ..driving.generation import GenerationResponse
+from ..driving.sampling import likeliest
 from ..experts.stats import Asked
 from ..text.calls.reader import AnswerReader, merged
 from ..text.events import CallDelta, CallEnd, CallStart, Event, Reasoning, Text

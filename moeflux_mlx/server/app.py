@@ -23,9 +23,9 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ..engine.machine import used_memory
 from ..errors import BadRequestError
 from ..files import JsonDict
+from ..planning.machine import used_memory
 from . import page
 from .errors import error_body
 from .faults import report

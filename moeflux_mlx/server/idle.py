@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable
 
-from ..engine.awake import Awake
-from ..engine.wired import rest, wake
+from ..planning.awake import Awake
+from ..planning.wired import rest, wake
 
 REST_SECONDS = 180.0  # after so long, memory leaves Metal's residency sets; going back takes less than loading
 

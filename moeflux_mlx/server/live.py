@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ..engine.engine import Engine
-from ..engine.machine import used_memory
 from ..experts.stats import LoaderStats
 from ..files import JsonDict
+from ..opening.engine import Engine
+from ..planning.machine import used_memory
 from .expert_map import ExpertMap
 from .running import Running, Totals
 

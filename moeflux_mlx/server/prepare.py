@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ..engine.prompt import Prompt, places_of, with_images
-from ..engine.sampling import make_sampler
+from ..driving.prompt import Prompt, places_of, with_images
+from ..driving.sampling import make_sampler
 from ..errors import BadRequestError, MoefluxError, RequestError, TokenizerError
 from ..files import JsonDict, JsonObject
 from ..model.images import ImageReader

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..engine.constrained import Constraint
-from ..engine.generation import GenerationResponse, Responder, SamplerOptions, xtc_special_tokens
-from ..engine.loop import Event
-from ..engine.sampling import LogitsProcessor, make_logits_processors, make_sampler
-from ..engine.session import Answer
+from ..driving.constrained import Constraint
+from ..driving.generation import GenerationResponse, Responder, SamplerOptions, xtc_special_tokens
+from ..driving.loop import Event
+from ..driving.sampling import LogitsProcessor, make_logits_processors, make_sampler
+from ..driving.session import Answer
 from ..errors import MoefluxError, RequestError
 from ..experts.stats import Asked
 from ..text.tokenizer import TokenizerWrapper

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..engine.session import Session
+from ..driving.session import Session
 
 WORTH_COPYING = 64  # tokens; a shorter prefix is computed again instead of copied
 SMALL = 256  # tokens; shorter texts, such as requests for titles, are dropped first

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..engine.engine import Engine
 from ..errors import BadRequestError, MoefluxError
 from ..files import JsonDict
+from ..opening.engine import Engine
 from .admission import Admission, Places
 from .features import Features, features_of
 from .live import Watch

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
-from ..engine.engine import Engine
-from ..engine.loop import Loop
-from ..engine.session import Answer
+from ..driving.loop import Loop
+from ..driving.session import Answer
 from ..experts.stats import Asked
 from ..model.step import MAX_ROWS
+from ..opening.engine import Engine
 from ..ops.interrupt import stay
 from .admission import Admission
 from .idle import Idle

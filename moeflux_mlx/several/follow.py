@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..caches.layer_cache import LayerCache
-from ..engine.session import Reuse, Session
+from ..driving.session import Reuse, Session
 from ..errors import MoefluxError, PromptCacheError, RankError, RankStopped
 from ..model.decoder import Model
 from ..model.tokens import check_vocabulary

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 
-from ..engine.generation import SamplerOptions, check_max_tokens
-from ..engine.loop import Outcome
-from ..engine.prompt import Prompt, checked_prompt
-from ..engine.sampling import Sampler, make_sampler
-from ..engine.session import Answer, Session, SessionOptions
+from ..driving.generation import SamplerOptions, check_max_tokens
+from ..driving.loop import Outcome
+from ..driving.prompt import Prompt, checked_prompt
+from ..driving.sampling import Sampler, make_sampler
+from ..driving.session import Answer, Session, SessionOptions
 from ..errors import PromptCacheError, RankError, RankStopped
 from ..experts.routing import finished
 from ..files import JsonDict

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 
-from ..engine.budget import Planner
-from ..engine.memory_plan import MemoryPlan
-from ..engine.weights import ModelWeights
 from ..errors import RankError, RequestError
 from ..experts.source import ExpertLoader
 from ..formats.owners import Owners, RankShare
 from ..formats.record import ExpertLayout
+from ..opening.weights import ModelWeights
 from ..ops import backend
+from ..planning.budget import Planner
+from ..planning.memory_plan import MemoryPlan
 from .dealing import Dealing
 from .experts import RankedExperts
 from .group import FAILED, FINE, Exchange

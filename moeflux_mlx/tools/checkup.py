@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from ..engine.kernel_cache import threads_allowed
 from ..formats.record import Projection, Record
 from ..kinds import Router
+from ..opening.kernel_cache import threads_allowed
 from ..ops import backend, native
 from ..ops.experts import expert_ffn
 from ..ops.kernel_files import Program

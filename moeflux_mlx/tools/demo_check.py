@@ -8,8 +8,8 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from ..engine.engine import Engine
-from ..engine.generation import generate_step
+from ..driving.generation import generate_step
+from ..opening.engine import Engine
 
 QUESTION = "Tell me a story"
 GIVEN = (  # the beginning of the model's own answer, computed as one prompt

@@ -17,9 +17,9 @@ from typing import IO, Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..engine.engine import Engine
-from ..engine.loop import Progress
+from ..driving.loop import Progress
 from ..errors import RequestError
+from ..opening.engine import Engine
 from ..spec import ModelArgs
 from .readers import Head, TextReader, reader_of
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..engine.kernel_cache import CHECKED, SEQUENCES, compiler_here, threads_allowed
-from ..engine.launches import TOKENS, launches_of
-from ..engine.random_weights import Shapes
+from ..opening.kernel_cache import CHECKED, SEQUENCES, compiler_here, threads_allowed
+from ..opening.launches import TOKENS, launches_of
+from ..opening.random_weights import Shapes
 from ..ops.kernel_files import Program
 from ..ops.tiles import CODE, TRIED, Tiles, joined
 

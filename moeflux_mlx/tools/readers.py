@@ -11,11 +11,11 @@ import numpy as np
 
 from ..calibration.layers import LayerRun
 from ..calibration.weights import open_layers
-from ..engine.engine import Engine
-from ..engine.machine import checked_dtype
-from ..engine.prefill import span_lengths
+from ..driving.prefill import span_lengths
 from ..model.decoder import Model
+from ..opening.engine import Engine
 from ..ops import backend, native
+from ..planning.machine import checked_dtype
 from ..spec import ModelArgs
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
 

@@ -15,7 +15,6 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from ..engine.random_weights import Shapes, fill_randomly, random_records, randomise
 from ..experts.routing import Pieces, Routing
 from ..formats.record import Record
 from ..kinds import streams_before
@@ -23,6 +22,7 @@ from ..layers import Linear
 from ..mixers.registry import USUAL, make_caches
 from ..model.layer import DecoderLayer
 from ..model.tokens import Tokens
+from ..opening.random_weights import Shapes, fill_randomly, random_records, randomise
 from ..ops import backend
 from ..ops.backend import AnyArray
 from ..ops.expert_rows import refusal

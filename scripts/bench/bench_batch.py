@@ -30,10 +30,10 @@ from routing_trace import Traced, missed, steps_of
 from streamed import add_options, add_trace, held_drive, settings, trace_of
 
 from moeflux_mlx import load_model
-from moeflux_mlx.engine.decoding import Decoding
-from moeflux_mlx.engine.loop import Text, advance_together
-from moeflux_mlx.engine.prompt import checked_prompt
-from moeflux_mlx.engine.settings import configure_mlx
+from moeflux_mlx.driving.decoding import Decoding
+from moeflux_mlx.driving.loop import Text, advance_together
+from moeflux_mlx.driving.prompt import checked_prompt
+from moeflux_mlx.planning.settings import configure_mlx
 from moeflux_mlx.spec import ModelArgs
 
 WARMUP = 8  # steps before the first round

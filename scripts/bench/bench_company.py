@@ -26,10 +26,10 @@ from bench_prompt import quartiles, random_prompt
 from streamed import add_options, held_drive, settings
 
 from moeflux_mlx import load_model
-from moeflux_mlx.engine.decoding import Decoding
-from moeflux_mlx.engine.loop import absorb_prompt, advance_together
-from moeflux_mlx.engine.prefill import Prefill
-from moeflux_mlx.engine.settings import configure_mlx
+from moeflux_mlx.driving.decoding import Decoding
+from moeflux_mlx.driving.loop import absorb_prompt, advance_together
+from moeflux_mlx.driving.prefill import Prefill
+from moeflux_mlx.planning.settings import configure_mlx
 from moeflux_mlx.server.running import Totals
 from moeflux_mlx.server.worker import TurnPace
 from moeflux_mlx.spec import ModelArgs

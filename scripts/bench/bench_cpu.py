@@ -34,9 +34,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
 from moeflux_mlx import load_model
-from moeflux_mlx.engine.loop import absorb_prompt
-from moeflux_mlx.engine.prefill import Prefill
-from moeflux_mlx.engine.sampling import greedy
+from moeflux_mlx.driving.loop import absorb_prompt
+from moeflux_mlx.driving.prefill import Prefill
+from moeflux_mlx.driving.sampling import greedy
 from moeflux_mlx.experts.routing import finished
 from moeflux_mlx.files import read_json
 from moeflux_mlx.formats.packed import PackedExperts

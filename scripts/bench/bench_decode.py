@@ -34,27 +34,27 @@ from bench_prompt import print_table, quartiles, random_prompt, spread, turns
 from make_random_model import config_of
 from mlx.utils import tree_flatten, tree_unflatten
 
-from moeflux_mlx.engine.budget import plan_memory
-from moeflux_mlx.engine.generation import generate_step
-from moeflux_mlx.engine.kernel_cache import compiling
-from moeflux_mlx.engine.load_settings import LoadSettings
-from moeflux_mlx.engine.machine import Figures, default_dtype, machine_figures
-from moeflux_mlx.engine.memory_plan import MemoryPlan
-from moeflux_mlx.engine.random_weights import Shapes, random_parts, random_records, randomise
-from moeflux_mlx.engine.settings import configure_mlx
-from moeflux_mlx.engine.tiles import choose
+from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.tables import open_readers
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.formats.tables import FileRows, RowForm, TableFiles
+from moeflux_mlx.kept.tiles import choose
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.tables import Tables
 from moeflux_mlx.model.tensors import variant_bytes
+from moeflux_mlx.opening.kernel_cache import compiling
+from moeflux_mlx.opening.load_settings import LoadSettings
+from moeflux_mlx.opening.random_weights import Shapes, random_parts, random_records, randomise
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.tiles import CODE, Tiles
+from moeflux_mlx.planning.budget import plan_memory
+from moeflux_mlx.planning.machine import Figures, default_dtype, machine_figures
+from moeflux_mlx.planning.memory_plan import MemoryPlan
+from moeflux_mlx.planning.settings import configure_mlx
 from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs, variants
 

@@ -40,22 +40,22 @@ from streamed import add_options, add_trace, held_drive, settings, trace_of
 
 from moeflux_mlx import load, load_model
 from moeflux_mlx.caches.layer_cache import MOST_DRAFTS
-from moeflux_mlx.engine import decoding, head_drafts
-from moeflux_mlx.engine.generation import generate_step
-from moeflux_mlx.engine.head_drafts import HeadDrafts
-from moeflux_mlx.engine.random_weights import Shapes, random_records, randomise
-from moeflux_mlx.engine.settings import configure_mlx
-from moeflux_mlx.engine.tiles import choose
+from moeflux_mlx.driving import decoding, head_drafts
+from moeflux_mlx.driving.generation import generate_step
+from moeflux_mlx.driving.head_drafts import HeadDrafts
 from moeflux_mlx.experts.held import HeldExperts
 from moeflux_mlx.experts.memory import page_aligned
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.kept.tiles import choose
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.drafting import Drafting
 from moeflux_mlx.model.head import DraftHead
 from moeflux_mlx.model.step import SequenceRows, Step
 from moeflux_mlx.model.tensors import needed, stored_as
+from moeflux_mlx.opening.random_weights import Shapes, random_records, randomise
 from moeflux_mlx.packing.heads import RESIDENT
+from moeflux_mlx.planning.settings import configure_mlx
 from moeflux_mlx.spec import ModelArgs
 
 STORY = "Tell me a story about Tom. Then tell me the same story again, word for word."

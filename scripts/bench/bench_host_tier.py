@@ -21,11 +21,11 @@ import mlx.core as mx
 import numpy as np
 from bench_stream import damp, medians, quartiles, warm
 
-from moeflux_mlx.engine.engine import Engine, open_engine
-from moeflux_mlx.engine.generation import generate_step
-from moeflux_mlx.engine.sampling import make_sampler
-from moeflux_mlx.engine.weights import open_weights
+from moeflux_mlx.driving.generation import generate_step
+from moeflux_mlx.driving.sampling import make_sampler
 from moeflux_mlx.experts.streamed import StreamedExperts
+from moeflux_mlx.opening.engine import Engine, open_engine
+from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.ops import backend
 
 AT_ONCE = 10  # records that are copied at a time: a token's of one layer

@@ -25,9 +25,8 @@ from dataclasses import asdict, dataclass
 import mlx.core as mx
 import numpy as np
 
-from moeflux_mlx.engine.random_weights import random_parts
-from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.formats.record import Record
+from moeflux_mlx.opening.random_weights import random_parts
 from moeflux_mlx.ops import backend, launch
 from moeflux_mlx.ops.combine import moe_combine
 from moeflux_mlx.ops.dequantize import dequantized_records
@@ -36,6 +35,7 @@ from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.ops.linear import qmv
 from moeflux_mlx.ops.matrix import Part
 from moeflux_mlx.ops.records import Records
+from moeflux_mlx.planning.settings import configure_mlx
 from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, EXPERTS, GRID, Quant
 
 SHAPES = {"35B-A3B": (2048, 512, 8), "397B-A17B": (4096, 1024, 10), "Cogito-671B": (7168, 2048, 8)}  # H, I, K

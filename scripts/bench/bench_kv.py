@@ -17,8 +17,8 @@ import mlx.core as mx
 from bench_decode import add_variant, ours, variant_config
 
 from moeflux_mlx.caches.layer_cache import LayerCache
-from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.model.decoder import Model
+from moeflux_mlx.planning.settings import configure_mlx
 from moeflux_mlx.spec import ModelArgs
 
 TOKENS, WARMUP = 32, 8

@@ -54,8 +54,8 @@ def ours_gpu(options: Namespace) -> Timed:
     import mlx.core as mx
 
     from moeflux_mlx import configure_mlx, load_model
-    from moeflux_mlx.engine.generation import generate_step
-    from moeflux_mlx.engine.weights import open_weights
+    from moeflux_mlx.driving.generation import generate_step
+    from moeflux_mlx.opening.weights import open_weights
 
     configure_mlx()
     choice: dict = {}

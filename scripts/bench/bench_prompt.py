@@ -31,16 +31,16 @@ import mlx.core as mx
 import numpy as np
 from bench_stream import GROUPS, inside, raw_reads
 
-from moeflux_mlx.engine.engine import Engine, open_engine
-from moeflux_mlx.engine.generation import generate_step
-from moeflux_mlx.engine.machine import default_dtype
-from moeflux_mlx.engine.settings import configure_mlx
+from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.errors import MoefluxError
 from moeflux_mlx.experts.source import ExpertLoader, IoMode, Lease
 from moeflux_mlx.files import read_json
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import Key
 from moeflux_mlx.model.decoder import Model
+from moeflux_mlx.opening.engine import Engine, open_engine
+from moeflux_mlx.planning.machine import default_dtype
+from moeflux_mlx.planning.settings import configure_mlx
 from moeflux_mlx.spec import ModelArgs
 
 DRIVE_BYTES = 4 << 30  # how much one measurement of the drive reads; of a smaller model, all of it

@@ -30,7 +30,7 @@ import mlx.core as mx
 import numpy as np
 
 from moeflux_mlx import load, model_fingerprint
-from moeflux_mlx.engine.session import Session
+from moeflux_mlx.driving.session import Session
 from moeflux_mlx.state.prompt_store import PromptDirectory
 
 CASES = ("first", "first, saving", "again", "second turn", "second, anew")

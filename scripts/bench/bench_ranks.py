@@ -31,14 +31,14 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from moeflux_mlx.engine.engine import open_engine
-from moeflux_mlx.engine.generation import generate_step
-from moeflux_mlx.engine.sampling import make_sampler
-from moeflux_mlx.engine.settings import configure_mlx
-from moeflux_mlx.engine.weights import open_weights
+from moeflux_mlx.driving.generation import generate_step
+from moeflux_mlx.driving.sampling import make_sampler
 from moeflux_mlx.experts import streamed
 from moeflux_mlx.experts.reader import ExpertReader
+from moeflux_mlx.opening.engine import open_engine
+from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.ops import backend, native
+from moeflux_mlx.planning.settings import configure_mlx
 from moeflux_mlx.several import ranks as several_ranks
 from moeflux_mlx.several.group import Exchange
 from moeflux_mlx.several.joining import join

@@ -45,10 +45,10 @@ from typing import cast
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-from moeflux_mlx.engine.engine import Engine, open_engine
-from moeflux_mlx.engine.sampling import make_logits_processors
-from moeflux_mlx.engine.session import Session
+from moeflux_mlx.driving.sampling import make_logits_processors
+from moeflux_mlx.driving.session import Session
 from moeflux_mlx.formats.packed import FOLDER
+from moeflux_mlx.opening.engine import Engine, open_engine
 from moeflux_mlx.state.prompt_store import PromptDirectory
 
 SHORT = 64  # tokens of the prompt before answers whose tokens are timed one by one

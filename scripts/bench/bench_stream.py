@@ -45,16 +45,16 @@ import mlx.core as mx
 import numpy as np
 
 from moeflux_mlx.cli.planning import measure_disk
-from moeflux_mlx.engine.engine import Engine, open_engine
-from moeflux_mlx.engine.generation import generate_step
-from moeflux_mlx.engine.sampling import make_sampler
-from moeflux_mlx.engine.weights import open_weights
+from moeflux_mlx.driving.generation import generate_step
+from moeflux_mlx.driving.sampling import make_sampler
 from moeflux_mlx.errors import MoefluxError
 from moeflux_mlx.experts.memory import page_aligned
 from moeflux_mlx.experts.resident import ResidentExperts
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.opening.engine import Engine, open_engine
+from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.ops import backend
 from moeflux_mlx.spec import ModelArgs, variants
 

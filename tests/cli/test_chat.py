@@ -23,11 +23,11 @@ from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import chat, model_fingerprint, stream_generate
 from moeflux_mlx.chat import Display
-from moeflux_mlx.engine.conversation import Conversation
-from moeflux_mlx.engine.engine import open_engine
-from moeflux_mlx.engine.session import Session
+from moeflux_mlx.driving.conversation import Conversation
+from moeflux_mlx.driving.session import Session
 from moeflux_mlx.errors import PromptCacheError, RequestError
 from moeflux_mlx.generate.__main__ import main as generate_main
+from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.text.boundaries import Rendering
 from moeflux_mlx.text.calls.reader import AnswerReader
 from moeflux_mlx.text.channels import THINK

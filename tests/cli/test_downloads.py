@@ -6,7 +6,7 @@ from small_hub import SmallHub, connected
 from tiny_models import tiny_directory
 
 from moeflux_mlx.cli.main import main
-from moeflux_mlx.engine.remote import fetch
+from moeflux_mlx.opening.remote import fetch
 
 
 @pytest.fixture

@@ -17,8 +17,6 @@ from tiny_models import child_environment, tiny_directory, write_tokenizer
 from moeflux_mlx import load, load_model
 from moeflux_mlx.cli import fetching
 from moeflux_mlx.convert import main as convert
-from moeflux_mlx.engine.locate import resolve
-from moeflux_mlx.engine.remote import Remote, fetch
 from moeflux_mlx.errors import ModelFileError, NotPackedError, RequestError
 from moeflux_mlx.formats.checkpoint import COPIED
 from moeflux_mlx.formats.hub import Repository
@@ -26,6 +24,8 @@ from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.generate.__main__ import main as generate
 from moeflux_mlx.model.tensors import resident_bytes
 from moeflux_mlx.model.weights import read_resident
+from moeflux_mlx.opening.locate import resolve
+from moeflux_mlx.opening.remote import Remote, fetch
 from moeflux_mlx.packing.gguf_folder import base_tokenizer
 from moeflux_mlx.plan import main as plan
 from moeflux_mlx.pull import main as pull

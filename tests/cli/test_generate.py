@@ -25,8 +25,8 @@ from tiny_models import child_environment, tiny_directory, tiny_model
 from moeflux_mlx import load, make_logits_processors, make_prompt_cache, make_sampler, stream_generate
 from moeflux_mlx.cli.options import NOT_GIVEN
 from moeflux_mlx.cli.run import execute
-from moeflux_mlx.engine.generation import generate as library_generate
-from moeflux_mlx.engine.generation import generate_step
+from moeflux_mlx.driving.generation import generate as library_generate
+from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.errors import ModelFileError, NotPackedError, RequestError
 from moeflux_mlx.files import read_json
 from moeflux_mlx.generate.__main__ import main, parser

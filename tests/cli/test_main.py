@@ -24,7 +24,7 @@ MODULES = """
 import json, os, runpy, sys, tempfile
 import moeflux_mlx
 try:
-    import moeflux_mlx.engine.engine, moeflux_mlx.formats.hub, moeflux_mlx.text.tokenizer
+    import moeflux_mlx.opening.engine, moeflux_mlx.formats.hub, moeflux_mlx.text.tokenizer
 except ImportError:
     pass  # MLX is missing
 
@@ -234,4 +234,4 @@ def test_importing_a_command_leaves_the_functions():
         code += f"; importlib.import_module('moeflux_mlx.{module}')"
         code += "; assert callable(moeflux_mlx.generate)"
     assert run(*PYTHON, "-c", code).returncode == 0
-    assert callable(moeflux_mlx.generate) and moeflux_mlx.generate.__module__ == "moeflux_mlx.engine.generation"
+    assert callable(moeflux_mlx.generate) and moeflux_mlx.generate.__module__ == "moeflux_mlx.driving.generation"

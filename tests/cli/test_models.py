@@ -8,8 +8,8 @@ from test_docs import refusal
 
 from moeflux_mlx import models
 from moeflux_mlx.cli.known_models import COMFORTABLE
-from moeflux_mlx.engine.machine import default_dtype
 from moeflux_mlx.plan import described_variant
+from moeflux_mlx.planning.machine import default_dtype
 from moeflux_mlx.spec import ModelArgs, variants
 from moeflux_mlx.tools.checkup import product_rate
 

@@ -17,9 +17,9 @@ from metal import msl
 from moeflux_mlx import doctor
 from moeflux_mlx.cli import reporting, soak
 from moeflux_mlx.cli.known_models import Fit
-from moeflux_mlx.engine.kernel_cache import threads_allowed
-from moeflux_mlx.engine.launches import launches_of
-from moeflux_mlx.engine.random_weights import Shapes
+from moeflux_mlx.opening.kernel_cache import threads_allowed
+from moeflux_mlx.opening.launches import launches_of
+from moeflux_mlx.opening.random_weights import Shapes
 from moeflux_mlx.ops.kernel_files import Program
 from moeflux_mlx.ops.launch import KernelText
 from moeflux_mlx.ops.tiles import CODE, TRIED, Tiles, joined

@@ -8,10 +8,10 @@ import pytest
 from tiny_models import tiny_directory
 
 from moeflux_mlx import load_model, model_fingerprint
-from moeflux_mlx.engine import machine
-from moeflux_mlx.engine.machine import activation_bits
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.ops import backend, native
+from moeflux_mlx.planning import machine
+from moeflux_mlx.planning.machine import activation_bits
 
 TOKENS = mx.array(np.random.default_rng(0).integers(0, 256, (1, 40)))
 needs_native = pytest.mark.skipif(not backend.computes_natively(mx.float32), reason="MLX computes here")

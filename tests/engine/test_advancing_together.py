@@ -15,10 +15,10 @@ from test_step import plain_model
 from test_streaming import TOP_K, streamed
 from tiny_models import tiny_directory, tiny_model
 
-from moeflux_mlx.engine.decoding import Decoding
-from moeflux_mlx.engine.loop import Loop, advance_together
-from moeflux_mlx.engine.prefill import Prefill
-from moeflux_mlx.engine.sampling import make_sampler
+from moeflux_mlx.driving.decoding import Decoding
+from moeflux_mlx.driving.loop import Loop, advance_together
+from moeflux_mlx.driving.prefill import Prefill
+from moeflux_mlx.driving.sampling import make_sampler
 from moeflux_mlx.errors import ExpertIOError, ModelFileError, RequestError
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.model.decoder import Model

@@ -10,9 +10,9 @@ import pytest
 from test_decode import FAMILIES, SOME_CHOOSING, make_resident
 from tiny_models import tiny_directory
 
-from moeflux_mlx.engine.conversation import Conversation
-from moeflux_mlx.engine.generation import generate_step, stream_generate
-from moeflux_mlx.engine.session import Session
+from moeflux_mlx.driving.conversation import Conversation
+from moeflux_mlx.driving.generation import generate_step, stream_generate
+from moeflux_mlx.driving.session import Session
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.text.tokenizer import load_tokenizer
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from moeflux_mlx.engine import awake
-from moeflux_mlx.engine.awake import Awake
+from moeflux_mlx.kept import awake
+from moeflux_mlx.planning.awake import Awake
 
 
 class Caffeinate:

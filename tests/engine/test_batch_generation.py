@@ -9,7 +9,7 @@ from test_decoding import PROMPTS
 from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import BatchGenerator, BatchResponse, batch_generate, generate, make_sampler
-from moeflux_mlx.engine.generation import generate_step
+from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.state.snapshot import save_state
 from moeflux_mlx.text.tokenizer import load_tokenizer

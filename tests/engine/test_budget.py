@@ -21,17 +21,6 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx import plan
 from moeflux_mlx.cli import planning
-from moeflux_mlx.engine import expert_source, needs, wired
-from moeflux_mlx.engine.breath import Breath
-from moeflux_mlx.engine.budget import Planner, default_context, plan_memory
-from moeflux_mlx.engine.demand import Demand
-from moeflux_mlx.engine.engine import load, load_model, open_engine
-from moeflux_mlx.engine.expert_io import MODES, describe, reason_to_read
-from moeflux_mlx.engine.machine import Figures, group_limits, in_gb
-from moeflux_mlx.engine.needs import activation_bytes, headroom_bytes, least_pool, room, state_bytes
-from moeflux_mlx.engine.pressure import CUT, PoolLimit, Spare
-from moeflux_mlx.engine.settings import BufferLimits
-from moeflux_mlx.engine.wired import wire
 from moeflux_mlx.errors import MoefluxWarning, RequestError
 from moeflux_mlx.experts import pools
 from moeflux_mlx.experts.memory import page_aligned
@@ -44,6 +33,18 @@ from moeflux_mlx.kinds import GatedConnections
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.tensors import resident_bytes, token_bytes, variant_bytes
 from moeflux_mlx.model.weights import read_resident
+from moeflux_mlx.opening import expert_source
+from moeflux_mlx.opening.engine import load, load_model, open_engine
+from moeflux_mlx.planning import needs, wired
+from moeflux_mlx.planning.breath import Breath
+from moeflux_mlx.planning.budget import Planner, default_context, plan_memory
+from moeflux_mlx.planning.demand import Demand
+from moeflux_mlx.planning.expert_io import MODES, describe, reason_to_read
+from moeflux_mlx.planning.machine import Figures, group_limits, in_gb
+from moeflux_mlx.planning.needs import activation_bytes, headroom_bytes, least_pool, room, state_bytes
+from moeflux_mlx.planning.pressure import CUT, PoolLimit, Spare
+from moeflux_mlx.planning.settings import BufferLimits
+from moeflux_mlx.planning.wired import wire
 from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs, variants
 
@@ -394,7 +395,7 @@ def test_what_metal_may_wire():
 
 
 def test_models_share_what_metal_may_wire(monkeypatch):
-    limits, load = [], importlib.import_module("moeflux_mlx.engine.engine")
+    limits, load = [], importlib.import_module("moeflux_mlx.opening.engine")
     monkeypatch.setattr(mx, "set_wired_limit", limits.append)
     monkeypatch.setattr(load, "machine_figures", lambda limit: replace(METAL, working_set=10**9))
     path = tiny_directory("qwen3_moe")
@@ -423,7 +424,7 @@ def test_models_share_what_metal_may_wire(monkeypatch):
 @pytest.mark.parametrize("mode", ["pool", "off"])
 def test_a_model_is_wired_once_it_is_in_memory(monkeypatch, mode):
     """The limit rises a single time: when the weights are there, and the pool has taken its memory."""
-    limits, load = [], importlib.import_module("moeflux_mlx.engine.engine")
+    limits, load = [], importlib.import_module("moeflux_mlx.opening.engine")
     monkeypatch.setattr(load, "machine_figures", lambda limit: replace(METAL, working_set=10**9))
     monkeypatch.setattr(StreamedExperts, "take_memory", lambda experts: limits.append("pool"))
     monkeypatch.setattr(mx, "set_wired_limit", limits.append)
@@ -517,7 +518,7 @@ def test_limits_of_control_groups(tmp_path):
 
 
 def test_loading_follows_the_plan(monkeypatch):
-    path, load = tiny_directory("qwen3_moe"), importlib.import_module("moeflux_mlx.engine.engine")
+    path, load = tiny_directory("qwen3_moe"), importlib.import_module("moeflux_mlx.opening.engine")
     engine = open_engine(path, dtype=mx.float32, expert_io="pread", context=500)
     stride = engine.experts.layout.record.stride
     assert engine.plan.demand.context == 500 and engine.experts.slots == engine.plan.slots == 3 * 16

@@ -12,7 +12,7 @@ from test_imports import NAMES, PACKAGE, height
 from tiny_models import tiny_directory
 
 from moeflux_mlx.cli.terminal import ProgressLine
-from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend
 
 MOST = 8

@@ -10,10 +10,10 @@ from driving import absorbed, advance, next_token, pieces_of
 from test_decode import FAMILIES, make_resident
 from tiny_models import tiny_directory, tiny_model
 
-from moeflux_mlx.engine.decoding import Decoding, choose_likeliest
-from moeflux_mlx.engine.generation import generate_step
-from moeflux_mlx.engine.prefill import Prefill
-from moeflux_mlx.engine.session import Session
+from moeflux_mlx.driving.decoding import Decoding, choose_likeliest
+from moeflux_mlx.driving.generation import generate_step
+from moeflux_mlx.driving.prefill import Prefill
+from moeflux_mlx.driving.session import Session
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
 PROMPTS = [list(range(5, 25)), [3, 1, 4], list(range(60, 20, -3))]

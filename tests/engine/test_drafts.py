@@ -16,15 +16,12 @@ from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx.caches import growing, recurrent, ring
 from moeflux_mlx.caches.layer_cache import MOST_DRAFTS
-from moeflux_mlx.engine import decoding, session
-from moeflux_mlx.engine.constrained import Constraint
-from moeflux_mlx.engine.drafts import LONGEST, Lookup
-from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.engine.generation import generate_step, stream_generate
-from moeflux_mlx.engine.load_settings import LoadSettings
-from moeflux_mlx.engine.needs import activation_bytes
-from moeflux_mlx.engine.sampling import make_logits_processors, make_sampler
-from moeflux_mlx.engine.session import Session
+from moeflux_mlx.driving import decoding, session
+from moeflux_mlx.driving.constrained import Constraint
+from moeflux_mlx.driving.drafts import LONGEST, Lookup
+from moeflux_mlx.driving.generation import generate_step, stream_generate
+from moeflux_mlx.driving.sampling import make_logits_processors, make_sampler
+from moeflux_mlx.driving.session import Session
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.mixers.grouped import cache as grouped
 from moeflux_mlx.mixers.registry import untrimmable_bytes
@@ -32,7 +29,10 @@ from moeflux_mlx.model import step as model_step
 from moeflux_mlx.model.drafting import Drafting
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.step import Step
+from moeflux_mlx.opening.engine import load_model
+from moeflux_mlx.opening.load_settings import LoadSettings
 from moeflux_mlx.ops.backend import has_kernels
+from moeflux_mlx.planning.needs import activation_bytes
 from moeflux_mlx.state.snapshot import save_state
 from moeflux_mlx.text.tokenizer import load_tokenizer
 

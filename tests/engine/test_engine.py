@@ -10,11 +10,11 @@ import pytest
 from tiny_models import tiny_directory
 
 import moeflux_mlx
-from moeflux_mlx.engine import expert_source
-from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.errors import ExpertIOError, ModelFileError, RequestError, TokenizerError
 from moeflux_mlx.experts import mapped
 from moeflux_mlx.experts.mapped import MappedExperts
+from moeflux_mlx.opening import expert_source
+from moeflux_mlx.opening.engine import open_engine
 
 DEFAULTS = {
     "path_or_hf_repo": None,

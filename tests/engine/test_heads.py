@@ -24,18 +24,19 @@ from tiny_models import tiny_directory, use_plain_operations
 
 from moeflux_mlx.caches import growing
 from moeflux_mlx.convert import convert
-from moeflux_mlx.engine import decoding, head_drafts, heads
-from moeflux_mlx.engine.engine import load, load_model, open_engine
-from moeflux_mlx.engine.generation import generate_step
-from moeflux_mlx.engine.head_drafts import HeadDrafts
-from moeflux_mlx.engine.loop import Loop
-from moeflux_mlx.engine.session import Session
-from moeflux_mlx.engine.weights import model_fingerprint
+from moeflux_mlx.driving import decoding, head_drafts
+from moeflux_mlx.driving.generation import generate_step
+from moeflux_mlx.driving.head_drafts import HeadDrafts
+from moeflux_mlx.driving.loop import Loop
+from moeflux_mlx.driving.session import Session
 from moeflux_mlx.errors import ModelFileError, RequestError
 from moeflux_mlx.experts import held, mapped
 from moeflux_mlx.model import head as model_head
 from moeflux_mlx.model.drafting import Drafting
 from moeflux_mlx.model.step import SequenceRows
+from moeflux_mlx.opening import heads
+from moeflux_mlx.opening.engine import load, load_model, open_engine
+from moeflux_mlx.opening.weights import model_fingerprint
 from moeflux_mlx.state.prompt_store import PromptDirectory
 from moeflux_mlx.state.snapshot import save_state
 from moeflux_mlx.text.tokenizer import load_tokenizer

@@ -15,10 +15,11 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx import RequestError, load_model
 from moeflux_mlx.cli.main import main
-from moeflux_mlx.engine import keep_warm
-from moeflux_mlx.engine.engine import open_engine
-from moeflux_mlx.engine.generation import generate_step
-from moeflux_mlx.engine.keep_warm import (
+from moeflux_mlx.driving.generation import generate_step
+from moeflux_mlx.experts.files import OpenFiles
+from moeflux_mlx.experts.source import IoMode
+from moeflux_mlx.kept import keep_warm
+from moeflux_mlx.kept.keep_warm import (
     EVERY,
     LONGEST,
     MODES,
@@ -31,12 +32,11 @@ from moeflux_mlx.engine.keep_warm import (
     keep_warm_of,
     on_mains,
 )
-from moeflux_mlx.engine.kept_rows import keep_row, read_rows
-from moeflux_mlx.experts.files import OpenFiles
-from moeflux_mlx.experts.source import IoMode
+from moeflux_mlx.kept.kept_rows import keep_row, read_rows
+from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.ops.stand_ins import standing_in
 
-opening = importlib.import_module("moeflux_mlx.engine.engine")
+opening = importlib.import_module("moeflux_mlx.opening.engine")
 PATH = tiny_directory("qwen3_moe")
 ALL = TURN * len(ORDER)
 KEY = {"gpu": "M1", "mlx": "0.32.4", "model": "/models/a"}

@@ -10,8 +10,8 @@ import pytest
 from tiny_models import tiny_directory
 
 import moeflux_mlx
-from moeflux_mlx.engine.batch_generation import BatchGenerator, BatchOptions
-from moeflux_mlx.engine.generation import GenerationOptions, generate_step
+from moeflux_mlx.driving.batch_generation import BatchGenerator, BatchOptions
+from moeflux_mlx.driving.generation import GenerationOptions, generate_step
 from moeflux_mlx.foreign import BATCHES, GENERATION, LOADING, REPLACED_NAMES
 
 MANUAL = (Path(__file__).resolve().parents[2] / "docs" / "library.md").read_text(encoding="utf-8")

@@ -13,11 +13,11 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx import PromptFile, SequenceRows, load_model, load_state, model_fingerprint, reuse_prefix, save_state
 from moeflux_mlx.convert import convert
-from moeflux_mlx.engine.kv_bits import keeping, state_lines
-from moeflux_mlx.engine.needs import state_bytes
 from moeflux_mlx.errors import BadMagicError, FingerprintError, RequestError
 from moeflux_mlx.mixers.grouped import cache as grouped
 from moeflux_mlx.ops import kv_rows
+from moeflux_mlx.planning.kv_bits import keeping, state_lines
+from moeflux_mlx.planning.needs import state_bytes
 from moeflux_mlx.spec import ModelArgs, variants
 from moeflux_mlx.state.snapshot import state_size
 

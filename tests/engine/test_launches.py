@@ -12,9 +12,9 @@ import pytest
 from tiny_models import tiny_directory, use_plain_operations
 
 from moeflux_mlx.cli.opening import shapes_of
-from moeflux_mlx.engine import launches
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.model.weights import arrange
+from moeflux_mlx.opening import launches
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend, gpu_time, launch, linear, native
 from moeflux_mlx.ops.launch import LEAST_ELEMENTS, NO_KERNELS, Reason
 from moeflux_mlx.ops.stand_ins import StandIns, stand_ins, standing_in

@@ -12,12 +12,12 @@ import pytest
 from tiny_models import tiny_directory
 
 from moeflux_mlx import DeviceError, load_model
-from moeflux_mlx.engine import machine
-from moeflux_mlx.engine.engine import open_engine
-from moeflux_mlx.engine.generation import generate_step
+from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.errors import MoefluxError
+from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.ops import native
 from moeflux_mlx.ops.limits import within_limits
+from moeflux_mlx.planning import machine
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="macOS does not limit the address space")

@@ -12,13 +12,13 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx import plan as plan_command
 from moeflux_mlx import tune as screen
-from moeflux_mlx.engine import pool_sizes
-from moeflux_mlx.engine.engine import open_engine
-from moeflux_mlx.engine.locate import resolve
-from moeflux_mlx.engine.machine import Figures
-from moeflux_mlx.engine.pool_sizes import best_of, best_pool, keep_pool, pool_file, sizes_to_try
-from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.errors import RequestError
+from moeflux_mlx.opening.engine import open_engine
+from moeflux_mlx.opening.locate import resolve
+from moeflux_mlx.opening.weights import open_weights
+from moeflux_mlx.planning import pool_sizes
+from moeflux_mlx.planning.machine import Figures
+from moeflux_mlx.planning.pool_sizes import best_of, best_pool, keep_pool, pool_file, sizes_to_try
 
 PATH = tiny_directory("qwen3_moe")
 OPTIONS = Namespace(show=False, reset=False, model=str(PATH), variant=None)
@@ -120,7 +120,7 @@ def test_a_model_that_fits_memory_has_no_pool(capsys):
 
 def test_the_limit_of_the_process_is_all_that_it_takes(monkeypatch):
     """Everything counts, and no headroom is taken off. Experts that fit the machine but not the limit are streamed."""
-    load = importlib.import_module("moeflux_mlx.engine.engine")
+    load = importlib.import_module("moeflux_mlx.opening.engine")
     limits = []
     monkeypatch.setattr(load, "machine_figures", lambda limit: limits.append(limit) or Figures(1 << 40, limit=limit))
     options = {"dtype": mx.float32, "context": 512, "set": {"span": 512}, "prefill_step_size": 64}

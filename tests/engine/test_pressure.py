@@ -8,10 +8,11 @@ import mlx.core as mx
 import pytest
 from tiny_models import tiny_directory
 
-from moeflux_mlx.engine.breath import Breath
-from moeflux_mlx.engine.engine import open_engine
-from moeflux_mlx.engine.needs import headroom_bytes
-from moeflux_mlx.engine.pressure import (
+from moeflux_mlx.errors import DeviceError
+from moeflux_mlx.opening.engine import open_engine
+from moeflux_mlx.planning.breath import Breath
+from moeflux_mlx.planning.needs import headroom_bytes
+from moeflux_mlx.planning.pressure import (
     CUT,
     DEEP_CUT,
     EVERY,
@@ -26,7 +27,6 @@ from moeflux_mlx.engine.pressure import (
     Spare,
     Stalls,
 )
-from moeflux_mlx.errors import DeviceError
 
 GB = 10**9
 

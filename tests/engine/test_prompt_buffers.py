@@ -12,18 +12,18 @@ import mlx.core as mx
 import pytest
 
 from moeflux_mlx.cli.opening import shapes_of
-from moeflux_mlx.engine import launches
-from moeflux_mlx.engine.demand import Demand
-from moeflux_mlx.engine.launches import Noted
-from moeflux_mlx.engine.needs import activation_bytes
 from moeflux_mlx.mixers.mamba import op as mamba
 from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.tensors import layer_values
+from moeflux_mlx.opening import launches
+from moeflux_mlx.opening.launches import Noted
 from moeflux_mlx.ops import gpu_time
 from moeflux_mlx.ops.launch import NO_KERNELS
 from moeflux_mlx.ops.stand_ins import standing_in
 from moeflux_mlx.ops.tiles import CODE
+from moeflux_mlx.planning.demand import Demand
+from moeflux_mlx.planning.needs import activation_bytes
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 TOKENS = 4096

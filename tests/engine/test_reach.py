@@ -9,8 +9,8 @@ import pytest
 
 from moeflux_mlx import plan
 from moeflux_mlx.cli import chips as screen
-from moeflux_mlx.engine.reach import Mac, Reach
 from moeflux_mlx.errors import RequestError
+from moeflux_mlx.opening.reach import Mac, Reach
 from moeflux_mlx.ops import backend, gpu_time
 from moeflux_mlx.ops.chips import CHIPS, gpu_limits
 

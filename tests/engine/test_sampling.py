@@ -9,7 +9,7 @@ from grids import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moeflux_mlx.engine.sampling import (
+from moeflux_mlx.driving.sampling import (
     drop_top_choices,
     greedy,
     keep_min_p,

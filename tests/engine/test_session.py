@@ -15,8 +15,8 @@ from tiny_models import tiny_directory, tiny_model
 from moeflux_mlx import PromptDirectory, load, model_fingerprint, stream_generate
 from moeflux_mlx.caches import growing, layer_cache, recurrent, ring
 from moeflux_mlx.caches.recurrent import RecurrentCache
-from moeflux_mlx.engine import session as session_module
-from moeflux_mlx.engine.session import Session
+from moeflux_mlx.driving import session as session_module
+from moeflux_mlx.driving.session import Session
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.mixers.delta import op as delta
 from moeflux_mlx.mixers.delta.spec import Delta

@@ -14,9 +14,9 @@ from tiny_models import child_environment, tiny_directory
 
 from moeflux_mlx import configure_mlx, load, load_model
 from moeflux_mlx.cli.run import execute
-from moeflux_mlx.engine import settings
-from moeflux_mlx.engine.settings import OPERATIONS, OWN, WORDS, BufferLimits, gathered, set_variables, variables_for
 from moeflux_mlx.errors import MoefluxWarning
+from moeflux_mlx.planning import settings
+from moeflux_mlx.planning.settings import OPERATIONS, OWN, WORDS, BufferLimits, gathered, set_variables, variables_for
 
 GIB = 1 << 30
 
@@ -99,7 +99,7 @@ import moeflux_mlx, moeflux_mlx.generate, moeflux_mlx.chat, moeflux_mlx.plan
 from moeflux_mlx import load, load_model
 import mlx.core as mx
 assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
-from moeflux_mlx.engine import engine
+from moeflux_mlx.opening import engine
 
 class Reached(Exception):
     pass

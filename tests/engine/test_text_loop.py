@@ -13,7 +13,7 @@ from test_decoding import PROMPTS, answered_alone, same, session_of
 from test_streaming import TOP_K, streamed
 from tiny_models import tiny_directory
 
-from moeflux_mlx.engine.loop import Loop, first_come
+from moeflux_mlx.driving.loop import Loop, first_come
 from moeflux_mlx.model.span import Span
 from moeflux_mlx.ops import backend
 

@@ -15,8 +15,8 @@ from grids import drawn
 from test_decode import make_resident
 from tiny_models import child_environment, tiny_directory, tiny_model
 
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ExpertIOError
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import launch
 
 pytestmark = pytest.mark.usefixtures("team")

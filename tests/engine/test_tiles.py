@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tiny_models import tiny_directory
 
 from moeflux_mlx import load_model
-from moeflux_mlx.engine import tiles
-from moeflux_mlx.engine.kept_rows import read_rows
 from moeflux_mlx.errors import RequestError
+from moeflux_mlx.kept import tiles
+from moeflux_mlx.kept.kept_rows import read_rows
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.tiles import CODE, TILES, TRIED, Tiles, joined, planned
 
@@ -148,8 +148,8 @@ def test_a_cpu_reads_no_file(file, monkeypatch):
 
 def test_a_model_computes_with_its_own_tiles(monkeypatch):
     """The tiles of another model in the process change nothing."""
-    from moeflux_mlx.engine import engine
     from moeflux_mlx.model import decoder
+    from moeflux_mlx.opening import engine
 
     own = Tiles(FOUND)
     monkeypatch.setattr(engine, "choose", lambda option: own if option == "auto" else CODE)

@@ -17,11 +17,11 @@ from safetensors_writer import write_model
 from tiny_models import tiny_directory
 
 from moeflux_mlx.cli.main import main
-from moeflux_mlx.engine import warm_start
-from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.engine.kept_rows import read_rows
-from moeflux_mlx.engine.warm_start import HALF_LIFE, KeptUsage, keep, kept_of, usage_file
 from moeflux_mlx.errors import RequestError
+from moeflux_mlx.kept import warm_start
+from moeflux_mlx.kept.kept_rows import read_rows
+from moeflux_mlx.kept.warm_start import HALF_LIFE, KeptUsage, keep, kept_of, usage_file
+from moeflux_mlx.opening.engine import load_model
 
 PATH = tiny_directory("qwen3_moe")
 KEY = {"model": "/models/a", "experts": 1000}
@@ -136,7 +136,7 @@ def test_several_ranks_have_none(mode, monkeypatch):
 
     agreed = SimpleNamespace(plan=None, loading=lambda nbytes: nullcontext())
     ranks = SimpleNamespace(io_mode=lambda asked, weights: asked, meet=lambda *given: agreed)
-    monkeypatch.setattr(importlib.import_module("moeflux_mlx.engine.engine"), "_loaded", loaded)
+    monkeypatch.setattr(importlib.import_module("moeflux_mlx.opening.engine"), "_loaded", loaded)
     with pytest.raises(Reached, match="^off$"):
         load_model(PATH, warm_start=mode, ranks=ranks)
 

@@ -86,7 +86,7 @@ class Sets:
 
     @property
     def mx(self):
-        """What `engine/wired.py` asks of MLX."""
+        """What `planning/wired.py` asks of MLX."""
         return SimpleNamespace(
             synchronize=lambda: None,
             clear_cache=self.clear_cache,

@@ -16,12 +16,12 @@ from test_breathing import ALL, BreathingMachine, breathing, read
 from test_shares import write_mixed
 from test_source import EXPERTS, blocks, records, write_packed
 
-from moeflux_mlx.engine.pressure import PACE_OF_METAL, MacOS, PoolLimit, Process
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts.memory import page_aligned, private_pages
 from moeflux_mlx.experts.places import BUFFERS, Buffers
 from moeflux_mlx.experts.source import TooManyExpertsError
 from moeflux_mlx.experts.streamed import StreamedExperts
+from moeflux_mlx.planning.pressure import PACE_OF_METAL, MacOS, PoolLimit, Process
 
 LAYERS, SLOTS = 2, 64
 LAG = 5  # seconds for which the level stays raised

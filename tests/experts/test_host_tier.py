@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from test_source import EXPERTS, blocks, packed, records  # noqa: F401 (a fixture)
 
-from moeflux_mlx.engine.pressure import PoolLimit, Spare
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import staging
 from moeflux_mlx.experts.host_tier import HostTier
 from moeflux_mlx.experts.ranking import Ranking
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.ops.tiles import MAX_TOKENS
+from moeflux_mlx.planning.pressure import PoolLimit, Spare
 
 
 def opened(packed, slots=3, host=2 * EXPERTS, **options):  # noqa: F811

@@ -17,7 +17,6 @@ from grids import drawn
 from test_streaming import TOP_K, run, small_waves, streamed, tokens_of  # noqa: F401 (a fixture)
 from tiny_models import tiny_directory, use_plain_operations
 
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.experts import (
     host_tier,
     lookahead,
@@ -38,6 +37,7 @@ from moeflux_mlx.experts import (
 from moeflux_mlx.experts import streamed as streaming
 from moeflux_mlx.experts.memory import staging_memory
 from moeflux_mlx.experts.staging import NOWHERE
+from moeflux_mlx.opening.engine import load_model
 
 FILES = {
     module.__file__

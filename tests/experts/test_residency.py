@@ -10,10 +10,10 @@ from residency import Sets
 from test_buffers import LAYERS, SLOTS, Mac, read
 from test_source import write_packed
 
-from moeflux_mlx.engine import wired
 from moeflux_mlx.experts import places
 from moeflux_mlx.experts.memory import private_pages
 from moeflux_mlx.experts.streamed import StreamedExperts
+from moeflux_mlx.planning import wired
 
 WORKING_SET = 1 << 40
 WEIGHTS = [5000, 40_000, 300, 1 << 20, 2 << 20, 12_345_678]

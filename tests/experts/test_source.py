@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from test_packed import tiny_args
 
-from moeflux_mlx.engine.expert_io import from_environment, select_io_mode
 from moeflux_mlx.errors import ExpertIOError, MoefluxWarning, RequestError
 from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.memory import staging_memory
@@ -31,6 +30,7 @@ from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.ops.records import divided
+from moeflux_mlx.planning.expert_io import from_environment, select_io_mode
 
 EXPERTS = 6
 

@@ -16,8 +16,7 @@ import pytest
 from grids import drawn, marks
 from tiny_models import child_environment, on_cpu, tiny_directory, tiny_model, use_plain_operations
 
-from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.engine.generation import generate_step
+from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.errors import DeviceError, ExpertIOError, ModelFileError
 from moeflux_mlx.experts import mapped, routed, stamps, waves
 from moeflux_mlx.experts.lookahead import MEMORY, WARMUP, Trial
@@ -34,6 +33,7 @@ from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.span import Span
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.model.weights import fill, read_resident
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend, grouped
 from moeflux_mlx.spec import ModelArgs
 
@@ -606,8 +606,8 @@ def test_a_failed_read_ends_one_call_only(chunk, small_waves):
 GENERATE = """
     import sys, hashlib
     import mlx.core as mx
-    from moeflux_mlx.engine.engine import load_model
-    from moeflux_mlx.engine.generation import generate_step
+    from moeflux_mlx.opening.engine import load_model
+    from moeflux_mlx.driving.generation import generate_step
     model = load_model(sys.argv[1], dtype=mx.float32, expert_io="pread", expert_cache_bytes=1)
     digest = hashlib.sha256()
     for token, logprobs in generate_step(list(range(1, 30)), model, max_tokens=int(sys.argv[2])):
@@ -715,7 +715,7 @@ CUT = """
     import mlx.core as mx
     from moeflux_mlx.ops import native
     from moeflux_mlx.errors import ExpertIOError
-    from moeflux_mlx.engine.engine import load_model
+    from moeflux_mlx.opening.engine import load_model
     from moeflux_mlx.experts import stamps
     stamps.LOOK_SECONDS = 1e9
     if sys.argv[2] == "twins":

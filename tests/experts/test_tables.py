@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from tiny_models import tiny_directory
 
 from moeflux_mlx.convert import convert
-from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.errors import ExpertIOError, ModelFileError
 from moeflux_mlx.experts import stamps, tables
 from moeflux_mlx.experts.tables import FEW, FileTable
 from moeflux_mlx.formats.tables import FileRows, RowForm, TableFiles
+from moeflux_mlx.opening.engine import load_model
+from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.quant import Quant
 
 WIDTH = 32

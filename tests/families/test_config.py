@@ -16,10 +16,6 @@ from grids import one_in_three
 from mlx.utils import tree_flatten
 from tiny_models import tiny_directory
 
-from moeflux_mlx.engine.budget import plan_memory
-from moeflux_mlx.engine.demand import Demand
-from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.engine.machine import Figures
 from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError
 from moeflux_mlx.families.longcat import USUAL
 from moeflux_mlx.families.registry import FAMILIES
@@ -31,8 +27,12 @@ from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.latent.module import softmax_scale
 from moeflux_mlx.mixers.latent.spec import Latent
 from moeflux_mlx.model.decoder import Model
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops.rope import Rope
 from moeflux_mlx.packing.source_format import SourceFormat
+from moeflux_mlx.planning.budget import plan_memory
+from moeflux_mlx.planning.demand import Demand
+from moeflux_mlx.planning.machine import Figures
 from moeflux_mlx.quant import Quant, entries
 from moeflux_mlx.spec import ModelArgs, family_name, variants
 

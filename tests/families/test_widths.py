@@ -10,9 +10,9 @@ import goldens
 import mlx.core as mx
 import pytest
 
-from moeflux_mlx.engine import launches
-from moeflux_mlx.engine.random_weights import Shapes
 from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.opening import launches
+from moeflux_mlx.opening.random_weights import Shapes
 from moeflux_mlx.ops import native
 from moeflux_mlx.spec import ModelArgs
 

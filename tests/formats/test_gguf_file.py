@@ -6,10 +6,10 @@ import struct
 import numpy as np
 import pytest
 
-from moeflux_mlx.engine.locate import resolve
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.formats import gguf_file
 from moeflux_mlx.formats.gguf_file import open_gguf
+from moeflux_mlx.opening.locate import resolve
 
 gguf = pytest.importorskip("gguf")
 

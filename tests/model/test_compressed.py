@@ -16,12 +16,12 @@ from tiny_models import logits_of_calls as logits
 from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import kinds
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.experts.lookahead import MEMORY, LayerGuesses
 from moeflux_mlx.kinds import HyperConnections
 from moeflux_mlx.mixers.compressed import module
 from moeflux_mlx.model import moe, weights
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import streams
 
 FAMILY = "deepseek_v4"

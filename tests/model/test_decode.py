@@ -13,7 +13,6 @@ from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 from metal import fast, msl
 from moeflux_mlx.caches import entries, growing, ring
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import mapped
 from moeflux_mlx.kinds import streams_before
@@ -22,6 +21,7 @@ from moeflux_mlx.mixers.grouped import op as attend
 from moeflux_mlx.mixers.registry import cache_numbers
 from moeflux_mlx.model.compiled import DecodeStep
 from moeflux_mlx.model.tokens import Tokens
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend, launch, linear
 from moeflux_mlx.ops.experts import Shared
 from moeflux_mlx.ops.seen import Chosen

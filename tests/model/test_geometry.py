@@ -15,9 +15,9 @@ from test_streaming import streamed
 from tiny_models import on_cpu
 
 from moeflux_mlx.convert import convert
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.experts import waves
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops.backend import of_kind
 from moeflux_mlx.quant import Quant
 

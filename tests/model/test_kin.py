@@ -10,7 +10,6 @@ import pytest
 from grids import drawn
 from tiny_models import on_cpu, tiny_directory, tiny_model, use_plain_operations, with_config
 
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.kinds import Activation, QueryGrowth, QueryScale
 from moeflux_mlx.mixers.compressed import op as compressed
 from moeflux_mlx.mixers.latent import op as latent
@@ -18,6 +17,7 @@ from moeflux_mlx.mixers.mamba import op as mamba
 from moeflux_mlx.model import moe, ngrams, shortcut
 from moeflux_mlx.model.residual import OneStream, ParallelStream
 from moeflux_mlx.model.streams import ShortcutConnection
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.experts import MAX_SLOTS
 from moeflux_mlx.ops.rope import Rope, turned

@@ -10,7 +10,7 @@ from tile_choices import Chosen
 from tiny_models import tiny_directory
 
 from metal import msl
-from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend, expert_rows
 from moeflux_mlx.ops.launch import Reason
 from moeflux_mlx.ops.tiles import TILES, using

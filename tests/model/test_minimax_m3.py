@@ -10,9 +10,9 @@ import pytest
 from mistakes import TOLERANCE
 from tiny_models import tiny_directory, tiny_model
 
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ConfigError
 from moeflux_mlx.mixers.grouped import blocks_op as blocks
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops.backend import library_of
 from moeflux_mlx.spec import ModelArgs
 

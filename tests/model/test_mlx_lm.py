@@ -10,8 +10,8 @@ from grids import one_in_three
 from tiny_models import on_cpu
 
 from moeflux_mlx.convert import convert
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.files import directory, read_json
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.spec import variants
 
 RECIPES = {

@@ -14,7 +14,6 @@ from tiny_models import on_cpu, tiny_directory, tiny_model
 import moeflux_mlx.mixers.latent.module as mla
 import moeflux_mlx.ops.rope as rope
 import moeflux_mlx.ops.route as router
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.kinds import Yarn
@@ -23,6 +22,7 @@ from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.weights import fill, read_resident
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend, native
 from moeflux_mlx.ops.linear import multiply
 from moeflux_mlx.quant import DEFAULT, PARTS

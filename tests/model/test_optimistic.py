@@ -12,7 +12,6 @@ import pytest
 from tiny_models import tiny_directory, use_plain_operations
 
 from moeflux_mlx.cli.opening import shapes_of
-from moeflux_mlx.engine.kernel_cache import programs_of
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import host_tier, routed
 from moeflux_mlx.experts.reader import ExpertReader
@@ -25,6 +24,7 @@ from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.optimistic import OptimisticLayers
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.model.weights import arrange, fill, read_resident
+from moeflux_mlx.opening.kernel_cache import programs_of
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.kernel_files import Program
 from moeflux_mlx.ops.stand_ins import standing_in

@@ -16,12 +16,12 @@ from tiny_models import logits_of_calls as logits
 from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import kinds
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.mixers.delta import op as delta
 from moeflux_mlx.mixers.delta.spec import Delta
 from moeflux_mlx.mixers.grouped import module as attention
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.model import ngrams, tables
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import ngrams as operations
 from moeflux_mlx.ops.rows import ALONE
 

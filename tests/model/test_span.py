@@ -11,12 +11,12 @@ from driving import absorbed
 from grids import drawn
 from tiny_models import tiny_directory, use_plain_operations
 
-from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.engine.prefill import Prefill, span_lengths
+from moeflux_mlx.driving.prefill import Prefill, span_lengths
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.mixers.grouped import op as attend
 from moeflux_mlx.model import decoder
 from moeflux_mlx.model.span import Span
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend, causal_parts, grouped
 
 TOLERANCE = 2e-4  # maximal absolute error of logits with standard deviation 1, float32

@@ -13,7 +13,6 @@ from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 from metal import msl
 from moeflux_mlx.caches.layer_cache import MOST_DRAFTS
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.mixers.delta import op as delta
 from moeflux_mlx.mixers.grouped import op as attend
@@ -23,6 +22,7 @@ from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.model import compiled
 from moeflux_mlx.model.compiled import DecodeStep
 from moeflux_mlx.model.step import SequenceRows
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend, linear
 from moeflux_mlx.ops.launch import Launch
 from moeflux_mlx.ops.rows import StepRows

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.kinds import Router
 from moeflux_mlx.layers import Embedding, Linear, Weight
 from moeflux_mlx.mixers.delta import op as delta
@@ -19,6 +18,7 @@ from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.latent.op import HeadMatrices
 from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.model.decoder import Model
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend, experts, native
 from moeflux_mlx.ops import route as router
 from moeflux_mlx.ops.elementwise import log_softmax

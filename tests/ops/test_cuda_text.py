@@ -11,10 +11,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from moeflux_mlx.engine.kernel_cache import NVRTC, programs_of
-from moeflux_mlx.engine.random_weights import Shapes
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.model.tensors import needed, stored_as
+from moeflux_mlx.opening.kernel_cache import NVRTC, programs_of
+from moeflux_mlx.opening.random_weights import Shapes
 from moeflux_mlx.ops.kernel_files import Compiler, Program
 from moeflux_mlx.ops.launch import KernelText
 from moeflux_mlx.ops.tiles import CODE

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tile_choices import Chosen
 
 from metal import msl
-from moeflux_mlx.engine.random_weights import random_records
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.kinds import FORMS, Activation
+from moeflux_mlx.opening.random_weights import random_records
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops import expert_rows as rows
 from moeflux_mlx.ops.dequantize import dense, linear_biases

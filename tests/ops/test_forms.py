@@ -10,8 +10,8 @@ from tile_choices import OF_CUDA, Chosen
 
 from metal import msl
 from moeflux_mlx import quant as quant_module
-from moeflux_mlx.engine.random_weights import random_parts
 from moeflux_mlx.formats.record import Record, rounded
+from moeflux_mlx.opening.random_weights import random_parts
 from moeflux_mlx.ops import backend, experts, forms, linear, native
 from moeflux_mlx.ops.dequantize import dequantized_records
 from moeflux_mlx.ops.experts import Records

@@ -13,10 +13,6 @@ from grids import drawn
 from tiny_models import tiny_directory
 
 from moeflux_mlx.caches.entries import EntriesCache
-from moeflux_mlx.engine.budget import plan_memory
-from moeflux_mlx.engine.demand import Demand
-from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.engine.machine import Figures
 from moeflux_mlx.experts.routing import finished
 from moeflux_mlx.experts.waves import wave_size, waves_of
 from moeflux_mlx.formats.record import ExpertLayout
@@ -27,10 +23,14 @@ from moeflux_mlx.model.feed_forward import DenseMLP
 from moeflux_mlx.model.layer import DecoderLayer
 from moeflux_mlx.model.span import PromptSizes, Span
 from moeflux_mlx.model.tokens import Tokens
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend, gpu_time, launch
 from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.grouped import GroupedRows
 from moeflux_mlx.ops.seen import Chosen
+from moeflux_mlx.planning.budget import plan_memory
+from moeflux_mlx.planning.demand import Demand
+from moeflux_mlx.planning.machine import Figures
 from moeflux_mlx.spec import ModelArgs, variants
 
 CHIPS = ["Apple M1", "Apple M2", "Apple M1 Max", "Apple M4 Pro", "Apple M5 Max", "Apple Paravirtual device"]

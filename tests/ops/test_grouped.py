@@ -13,11 +13,11 @@ from tile_choices import Chosen
 from tiny_models import on_cpu, tiny_directory
 
 from metal import msl
-from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.engine.random_weights import random_records
 from moeflux_mlx.experts import routed
 from moeflux_mlx.experts.routing import Routing, finished
 from moeflux_mlx.formats.record import Record
+from moeflux_mlx.opening.engine import load_model
+from moeflux_mlx.opening.random_weights import random_records
 from moeflux_mlx.ops import arrangement, backend, dequantize, grouped, native
 from moeflux_mlx.ops.experts import Records, expert_ffn
 from moeflux_mlx.ops.stand_ins import standing_in

@@ -14,17 +14,17 @@ import pytest
 from tiny_models import tiny_directory
 
 from moeflux_mlx.caches.recurrent import RecurrentCache
-from moeflux_mlx.engine import engine, kernel_cache, launches
-from moeflux_mlx.engine.machine import machine_figures
-from moeflux_mlx.engine.random_weights import Shapes
-from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.experts import memory, resident, routed
 from moeflux_mlx.model.step import SequenceRows
+from moeflux_mlx.opening import engine, kernel_cache, launches
+from moeflux_mlx.opening.random_weights import Shapes
+from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.ops import kernel_files, launch, linear
 from moeflux_mlx.ops.kernel_files import Program, hash_of, keep
 from moeflux_mlx.ops.launch import Kernel, KernelText
 from moeflux_mlx.ops.stand_ins import standing_in
 from moeflux_mlx.ops.tiles import CODE
+from moeflux_mlx.planning.machine import machine_figures
 
 needs_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="MLX's CUDA build runs it")
 

@@ -9,10 +9,10 @@ import pytest
 from tiny_models import tiny_directory
 
 from metal import msl
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.files import directory
 from moeflux_mlx.layers import Linear
 from moeflux_mlx.model.weights import arrange
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import launch, linear
 from moeflux_mlx.ops.launch import Kernel, Launch, in_turn, pack
 from moeflux_mlx.ops.stand_ins import standing_in

@@ -12,9 +12,9 @@ from tile_choices import Chosen
 from tiny_models import use_plain_operations
 
 from metal import msl
-from moeflux_mlx.engine.random_weights import random_records
 from moeflux_mlx.experts.places import BUFFERS
 from moeflux_mlx.formats.record import Record
+from moeflux_mlx.opening.random_weights import random_records
 from moeflux_mlx.ops import dequantize, experts, grouped, launch
 from moeflux_mlx.ops.records import ROW_BITS, Records, words_of
 from moeflux_mlx.ops.stand_ins import standing_in

@@ -12,7 +12,7 @@ import pytest
 from tiny_models import tiny_directory
 
 from moeflux_mlx.cli.opening import shapes_of
-from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend, launch, linear
 from moeflux_mlx.ops.tiles import CODE, Tile, Tiles, using
 from moeflux_mlx.spec import variants

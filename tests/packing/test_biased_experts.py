@@ -14,12 +14,12 @@ from tiny_models import on_cpu
 
 from moeflux_mlx import load_model
 from moeflux_mlx.convert import convert
-from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.formats.checkpoint import read_header
 from moeflux_mlx.formats.layout_file import OPEN_VERSION
 from moeflux_mlx.kinds import Activation
+from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.quant import Quant
 
 FAMILY = "qwen3_moe"

@@ -11,10 +11,10 @@ from grids import drawn, marks
 from minmax import convert
 from tiny_models import on_cpu, tiny_directory, tiny_model
 
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.formats.checkpoint import read_bytes, read_header
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.packing.source_format import SourceFormat
 from moeflux_mlx.quant import Quant
 

@@ -14,9 +14,9 @@ from tiny_models import on_cpu, write_tokenizer
 from moeflux_mlx.calibration.convert import Calibration, convert_calibrated
 from moeflux_mlx.calibration.weights import PackedWeights
 from moeflux_mlx.convert import main
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ConfigError
 from moeflux_mlx.formats.checkpoint import GRIDS_LICENSE
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing import ggml
 from moeflux_mlx.packing.gguf_forms import FORMS, repacked

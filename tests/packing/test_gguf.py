@@ -11,11 +11,11 @@ from minmax import convert
 from tiny_models import on_cpu
 
 from moeflux_mlx.convert import main as convert_main
-from moeflux_mlx.engine.engine import load, load_model
-from moeflux_mlx.engine.locate import resolve
 from moeflux_mlx.errors import ConfigError, ModelFileError, NotPackedError, RequestError
 from moeflux_mlx.formats.gguf_file import open_gguf
 from moeflux_mlx.generate.__main__ import main as generate_main
+from moeflux_mlx.opening.engine import load, load_model
+from moeflux_mlx.opening.locate import resolve
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing import gguf_tensors
 from moeflux_mlx.packing.gguf_forms import FORMS, grids, repacked

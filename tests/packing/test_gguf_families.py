@@ -12,14 +12,14 @@ import pytest
 from minmax import convert
 from tiny_models import on_cpu
 
-from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.engine.locate import resolve
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.families.gguf import Metadata, renamed_tensor
 from moeflux_mlx.families.gguf_rope import llama3_scaling
 from moeflux_mlx.families.registry import FAMILIES, GGUF
 from moeflux_mlx.formats.gguf_file import open_gguf
 from moeflux_mlx.kinds import Llama3
+from moeflux_mlx.opening.engine import load_model
+from moeflux_mlx.opening.locate import resolve
 from moeflux_mlx.ops.rope import llama3_inv_freq
 from moeflux_mlx.spec import ModelArgs
 

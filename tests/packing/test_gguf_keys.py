@@ -13,13 +13,13 @@ from grids import drawn
 from test_gguf_families import LEAST, logits, type_of
 from tiny_models import on_cpu
 
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.families.gguf import Metadata
 from moeflux_mlx.families.gguf_keys import SLOWED, UNREAD
 from moeflux_mlx.families.gguf_rope import SCALING
 from moeflux_mlx.families.registry import GGUF
 from moeflux_mlx.formats.gguf_file import open_gguf
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.spec import ModelArgs
 
 gguf = pytest.importorskip("gguf")

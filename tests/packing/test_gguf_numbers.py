@@ -11,9 +11,9 @@ from grids import drawn
 from test_gguf_families import LEAST, type_of
 from tiny_models import on_cpu
 
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import MoefluxError
 from moeflux_mlx.formats.gguf_file import open_gguf
+from moeflux_mlx.opening.engine import load_model
 
 pytest.importorskip("gguf")
 

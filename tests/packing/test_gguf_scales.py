@@ -9,9 +9,9 @@ import pytest
 from minmax import convert
 from tiny_models import on_cpu
 
-from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.engine.locate import resolve
 from moeflux_mlx.errors import ModelFileError
+from moeflux_mlx.opening.engine import load_model
+from moeflux_mlx.opening.locate import resolve
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing.gguf_forms import FORMS, repacked
 from moeflux_mlx.packing.in_place import open_in_place

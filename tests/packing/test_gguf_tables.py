@@ -7,9 +7,9 @@ import oracle
 import pytest
 from minmax import convert
 
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.formats.packed import open_packed
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import table_values
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing.gguf_forms import FORMS, grids, repacked

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from moeflux_mlx.convert import convert
-from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.engine.weights import model_fingerprint, open_weights
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.formats.owners import Owners, RankShare
+from moeflux_mlx.opening.engine import load_model
+from moeflux_mlx.opening.weights import model_fingerprint, open_weights
 from moeflux_mlx.plan import main as plan
 from moeflux_mlx.state import fingerprint
 

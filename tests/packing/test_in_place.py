@@ -14,12 +14,12 @@ from safetensors_writer import write_model, write_shards
 from tiny_models import on_cpu, tiny_directory
 
 from moeflux_mlx import load_model, model_fingerprint
-from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.errors import ExpertIOError, ModelFileError, NotPackedError
 from moeflux_mlx.experts.memory import private_pages
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.model.weights import read_resident
+from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.packing.in_place import open_in_place
 from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs

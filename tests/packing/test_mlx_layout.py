@@ -13,11 +13,11 @@ from test_small_floats import FORMS, write_model
 from tiny_models import on_cpu
 
 from moeflux_mlx.convert import convert, main
-from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.errors import ConfigError, ModelFileError, NotPackedError
 from moeflux_mlx.families.names import is_aside
 from moeflux_mlx.formats.checkpoint import RECIPE, read_header
+from moeflux_mlx.opening.engine import load_model
+from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.packing import resident as resident_file
 from moeflux_mlx.packing.mlx_layout import INDEX, LOADED
 from moeflux_mlx.packing.recipe import Recipe

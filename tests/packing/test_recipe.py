@@ -13,13 +13,13 @@ from test_small_floats import FORMS, write_model
 from tiny_models import on_cpu
 
 from moeflux_mlx.convert import main
-from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.errors import ConfigError, ModelFileError, NotPackedError
 from moeflux_mlx.formats.checkpoint import RECIPE
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import PROJECTIONS
 from moeflux_mlx.model.tensors import needed, resident_bytes, token_bytes
+from moeflux_mlx.opening.engine import load_model
+from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.packing.recipe import PARTS, RECIPES, Recipe, part_of, read_recipe
 from moeflux_mlx.packing.suggest import unfinished_error
 from moeflux_mlx.plan import described_variant

@@ -13,11 +13,11 @@ from tiny_models import on_cpu
 
 from moeflux_mlx import load_model
 from moeflux_mlx.convert import convert
-from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.files import read_json, tagged
 from moeflux_mlx.formats.checkpoint import read_config, read_header
 from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.packing.lookup import find_matrix
 from moeflux_mlx.packing.source_format import SourceFormat
 from moeflux_mlx.quant import Quant

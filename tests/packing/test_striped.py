@@ -14,13 +14,13 @@ from safetensors_writer import write_model
 
 from moeflux_mlx import plan as plan_command
 from moeflux_mlx.convert import convert
-from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.engine.weights import model_fingerprint, open_weights
 from moeflux_mlx.errors import ConfigError, ExpertIOError, ModelFileError, RequestError
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import FOLDER, LAYOUT
 from moeflux_mlx.formats.pieces import ExpertFiles
+from moeflux_mlx.opening.engine import load_model
+from moeflux_mlx.opening.weights import model_fingerprint, open_weights
 
 FAMILY = "qwen3_moe"
 

@@ -17,11 +17,11 @@ import numpy as np
 import uvicorn.server
 from tiny_models import tiny_directory
 
-from moeflux_mlx.engine.engine import open_engine
-from moeflux_mlx.engine.loop import Event
-from moeflux_mlx.engine.session import Reuse
+from moeflux_mlx.driving.loop import Event
+from moeflux_mlx.driving.session import Reuse
 from moeflux_mlx.experts.stats import Asked, LoaderStats
 from moeflux_mlx.model.drafting import Drafting
+from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.server.admission import Admission
 from moeflux_mlx.server.app import Served, make_app
 from moeflux_mlx.server.guard import Rules

@@ -22,9 +22,9 @@ from image_models import image_directory, needs_encoder, random_image
 from live_server import FakeEngine, Live, wait_for
 from small_site import SmallSite, moved, reply
 
-from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.errors import BadRequestError, RequestError
 from moeflux_mlx.model.drafting import Drafting
+from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.server import image_pool, prepare
 from moeflux_mlx.server.prepare import Defaults, Preparer
 from moeflux_mlx.server.request import Sampling

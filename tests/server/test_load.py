@@ -13,7 +13,7 @@ from urllib.error import HTTPError
 import pytest
 from live_server import FakeEngine, Live, wait_for
 
-from moeflux_mlx.engine.machine import used_memory
+from moeflux_mlx.planning.machine import used_memory
 from moeflux_mlx.server import app, listen, reply
 from moeflux_mlx.server.listen import PatientProtocol
 from moeflux_mlx.server.prepare import Preparer

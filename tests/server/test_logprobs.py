@@ -10,7 +10,7 @@ from grids import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moeflux_mlx.engine.generation import GenerationResponse
+from moeflux_mlx.driving.generation import GenerationResponse
 from moeflux_mlx.experts.stats import Asked
 from moeflux_mlx.server.answering import Answering
 from moeflux_mlx.server.prepare import PreparedRequest

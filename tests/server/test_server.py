@@ -18,10 +18,10 @@ import pydantic
 import pytest
 from live_server import FakeEngine, Live, demo_engine, wait_for
 
-from moeflux_mlx.engine import loop
-from moeflux_mlx.engine.machine import used_memory
-from moeflux_mlx.engine.session import Session
+from moeflux_mlx.driving import loop
+from moeflux_mlx.driving.session import Session
 from moeflux_mlx.errors import DeviceError
+from moeflux_mlx.planning.machine import used_memory
 
 QUESTION = [{"role": "user", "content": "Tell me a story about Mira, who can talk to owls."}]
 

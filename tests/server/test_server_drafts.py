@@ -8,7 +8,7 @@ import pytest
 from live_server import Live, demo_engine
 from tiny_heads import headed_directory
 
-from moeflux_mlx.engine.engine import open_engine
+from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.server import live as live_module
 from moeflux_mlx.server.running import Totals
 

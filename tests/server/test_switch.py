@@ -22,8 +22,8 @@ from live_server import FakeEngine, Live, demo_engine, tokenizer_of, wait_for
 from test_load import send
 from tiny_models import child_environment, tiny_directory
 
-from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.errors import RequestError
+from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.server import switch
 from moeflux_mlx.server.admission import Admission
 from moeflux_mlx.server.model_thread import ModelThread

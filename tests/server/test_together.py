@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from live_server import Live, demo_engine, wait_for
 from tiny_models import tiny_directory
 
-from moeflux_mlx.engine.engine import open_engine
+from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.ops import grouped, interrupt, native
 from moeflux_mlx.server.admission import Admission
 from moeflux_mlx.server.expert_map import ExpertMap

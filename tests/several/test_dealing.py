@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from test_ranked_experts import logits_of, ranked, together
 from tiny_models import tiny_directory
 
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import RankError
 from moeflux_mlx.formats.owners import Owners
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend
 from moeflux_mlx.several.dealing import Dealing
 

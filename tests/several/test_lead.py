@@ -12,11 +12,11 @@ from image_models import random_image
 from test_ranked_experts import Meeting, ranked
 from tiny_models import tiny_directory
 
-from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.engine.prompt import with_images
-from moeflux_mlx.engine.session import Session
-from moeflux_mlx.engine.weights import model_fingerprint
+from moeflux_mlx.driving.prompt import with_images
+from moeflux_mlx.driving.session import Session
 from moeflux_mlx.errors import ExpertIOError, PromptCacheError, RankError
+from moeflux_mlx.opening.engine import load_model
+from moeflux_mlx.opening.weights import model_fingerprint
 from moeflux_mlx.ops import backend
 from moeflux_mlx.several.experts import Owners
 from moeflux_mlx.several.follow import Follower

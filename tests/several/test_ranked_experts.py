@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_directory
 
-from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ExpertIOError, RankError, RankStopped
 from moeflux_mlx.experts import waves
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import arrangement, backend, grouped
 from moeflux_mlx.several.experts import Owners, RankedExperts
 from moeflux_mlx.several.group import FAILED, Exchange

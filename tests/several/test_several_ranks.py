@@ -20,7 +20,7 @@ from rank_processes import LIMIT, MPIRUN, alone, by_mpi, command, ended, ring, s
 from tiny_models import tiny_directory, write_tokenizer
 
 from moeflux_mlx.convert import convert
-from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend
 
 pytestmark = pytest.mark.skipif(backend.has_kernels(), reason="processes on one machine share its GPU")
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(backend.has_kernels(), reason="processes on one 
 WORK = """
 import hashlib, os, sys
 import mlx.core as mx, numpy as np
-from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.several.joining import join
 from moeflux_mlx.several.ranks import Ranks
 from moeflux_mlx.several.group import Exchange

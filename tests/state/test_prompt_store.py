@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from tiny_models import ROOT, tiny_directory, tiny_model
 
 from moeflux_mlx import model_fingerprint, save_state
-from moeflux_mlx.engine.session import Session
+from moeflux_mlx.driving.session import Session
 from moeflux_mlx.errors import FingerprintError, ModelFileError, PromptCacheError, RequestError
 from moeflux_mlx.ops import backend
 from moeflux_mlx.spec import ModelArgs

@@ -11,13 +11,13 @@ from tiny_models import tiny_model
 from moeflux_mlx.caches import traced
 from moeflux_mlx.caches.layer_cache import MOST_DRAFTS
 from moeflux_mlx.caches.traced import REACH, SPARE
-from moeflux_mlx.engine.budget import state_bytes
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.mixers.grouped import op as attend
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.registry import make_caches, untrimmable_bytes
 from moeflux_mlx.model.step import MAX_OF_SEQUENCE
 from moeflux_mlx.ops import backend, causal_parts
+from moeflux_mlx.planning.budget import state_bytes
 from moeflux_mlx.spec import ModelArgs
 from moeflux_mlx.state.rewind import RewindPoints
 

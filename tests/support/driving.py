@@ -1,6 +1,6 @@
 """Drives single prompts and answers to a result, where a test needs no loop."""
 
-from moeflux_mlx.engine.loop import Loop, absorb_prompt, advance_together
+from moeflux_mlx.driving.loop import Loop, absorb_prompt, advance_together
 from moeflux_mlx.experts.routing import finished
 
 

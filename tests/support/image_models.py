@@ -15,7 +15,7 @@ from minmax import convert
 from tiny_models import TEMPLATES, on_cpu, write_tokenizer
 from tokenizers import Tokenizer
 
-from moeflux_mlx.engine.prompt import with_images
+from moeflux_mlx.driving.prompt import with_images
 from moeflux_mlx.model.images import ImageRows
 from moeflux_mlx.vision import encoder
 

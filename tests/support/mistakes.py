@@ -5,7 +5,7 @@ import mlx.core as mx
 import numpy as np
 from tiny_models import logits_of_calls, tiny_directory
 
-from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.opening.engine import load_model
 
 TOLERANCE = 2e-4
 

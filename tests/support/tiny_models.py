@@ -20,7 +20,7 @@ import numpy as np
 from minmax import convert
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import native
 
 ROOT = Path(__file__).resolve().parents[2]

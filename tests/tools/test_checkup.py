@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from metal import msl
-from moeflux_mlx.engine.machine import default_dtype
+from moeflux_mlx.planning.machine import default_dtype
 from moeflux_mlx.tools import checkup
 
 

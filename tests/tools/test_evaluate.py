@@ -11,9 +11,9 @@ import pytest
 from safetensors_writer import write_model
 from tiny_models import tiny_directory, write_tokenizer
 
-from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.evaluate import main
+from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.tools import evaluate as meter
 from moeflux_mlx.tools.evaluate import evaluate
 from moeflux_mlx.tools.readers import LayerReader

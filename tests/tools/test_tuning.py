@@ -12,9 +12,9 @@ from tiny_models import tiny_directory
 from metal import msl
 from moeflux_mlx import tune as command
 from moeflux_mlx.cli.opening import shapes_of
-from moeflux_mlx.engine import random_weights
-from moeflux_mlx.engine import tiles as file_of
 from moeflux_mlx.formats.record import Record
+from moeflux_mlx.kept import tiles as file_of
+from moeflux_mlx.opening import random_weights
 from moeflux_mlx.ops import backend, experts, linear
 from moeflux_mlx.ops.experts import Records, expert_ffn
 from moeflux_mlx.ops.forms import unpacked

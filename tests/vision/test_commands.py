@@ -12,12 +12,12 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx import generate, load, stream_generate
 from moeflux_mlx.chat import Chat
-from moeflux_mlx.engine.conversation import Conversation
-from moeflux_mlx.engine.engine import load_model, open_engine
-from moeflux_mlx.engine.machine import in_gb
+from moeflux_mlx.driving.conversation import Conversation
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.generate.__main__ import main
+from moeflux_mlx.opening.engine import load_model, open_engine
 from moeflux_mlx.plan import main as planned
+from moeflux_mlx.planning.machine import in_gb
 from moeflux_mlx.vision import vision
 from moeflux_mlx.vision.pixels import Processor, Size
 

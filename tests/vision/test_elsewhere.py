@@ -11,11 +11,11 @@ from grids import marks
 from image_models import image_directory, needs_encoder, quantised_in_place
 from small_hub import SmallHub, connected
 
-from moeflux_mlx.engine.engine import open_engine
-from moeflux_mlx.engine.prompt import prompt_with_images
+from moeflux_mlx.driving.prompt import prompt_with_images
 from moeflux_mlx.errors import BadRequestError, RequestError
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.generate.__main__ import main as generate
+from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.packing.aside import NAME as ASIDE
 from moeflux_mlx.plan import main as plan
 from moeflux_mlx.server.prepare import Defaults, Preparer

@@ -11,11 +11,11 @@ from grids import drawn, marks
 from image_models import golden_prompt, image_directory, needs_encoder, quantised_in_place
 from tiny_models import use_plain_operations
 
-from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.engine.prefill import Prefill
+from moeflux_mlx.driving.prefill import Prefill
 from moeflux_mlx.experts.routing import finished
 from moeflux_mlx.model import images
 from moeflux_mlx.model.span import Span
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend
 from moeflux_mlx.spec import ModelArgs
 from moeflux_mlx.vision.vision import open_reader

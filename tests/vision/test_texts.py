@@ -18,15 +18,15 @@ from tiny_heads import headed_directory
 from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import PromptDirectory, batch_generate, model_fingerprint, save_state, stream_generate
-from moeflux_mlx.engine import decoding, head_drafts
-from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.engine.head_drafts import HeadDrafts
-from moeflux_mlx.engine.prompt import FIRST_KEY, Prompt, with_images
-from moeflux_mlx.engine.session import Session
+from moeflux_mlx.driving import decoding, head_drafts
+from moeflux_mlx.driving.head_drafts import HeadDrafts
+from moeflux_mlx.driving.prompt import FIRST_KEY, Prompt, with_images
+from moeflux_mlx.driving.session import Session
 from moeflux_mlx.errors import PromptCacheError, RequestError, SnapshotError
 from moeflux_mlx.model.drafting import Drafting
 from moeflux_mlx.model.images import Images
 from moeflux_mlx.model.step import SequenceRows
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend
 from moeflux_mlx.state.prompt_file import _shifts, read_prompt_header
 from moeflux_mlx.text.tokenizer import load_tokenizer

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
 
+from ..driving.session import Session, SessionOptions
 from ..experts.routing import RoutedExpertsCall
 from ..experts.source import ExpertLoader
 from ..model.decoder import Model
+from ..planning.budget import Planner
+from ..planning.memory_plan import MemoryPlan
 from ..text.tokenizer import TokenizerWrapper
-from .budget import Planner
-from .memory_plan import MemoryPlan
-from .session import Session, SessionOptions
 from .weights import ModelWeights
 
 if TYPE_CHECKING:

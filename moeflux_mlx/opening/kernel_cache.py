@@ -16,13 +16,13 @@ from typing import Any
 import mlx.core as mx
 
 from ..files import kept_files
+from ..kept.tiles import mlx_version
 from ..ops import backend
 from ..ops.kernel_files import Compiler, Program, keep
 from ..ops.launch import LEAST_ELEMENTS
 from ..ops.tiles import Tiles
 from .launches import TOKENS, launches_of
 from .random_weights import Shapes
-from .tiles import mlx_version
 
 VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads this variable once, before its first kernel
 NVRTC = "libnvrtc.so.13"  # major version of the CUDA that MLX's build uses

@@ -11,12 +11,12 @@ from ..formats.in_place import InPlaceExperts
 from ..formats.packed import PackedExperts
 from ..formats.pieces import ExpertFiles
 from ..packing.gguf_experts import GgufExperts
+from ..planning.breath import Breath
+from ..planning.memory_plan import MemoryPlan
+from ..planning.needs import least_slots
+from ..planning.pressure import PACE, PACE_OF_METAL, PoolLimit, host_sources, sources
+from ..planning.wired import wire, wire_lasting
 from ..spec import ModelArgs
-from .breath import Breath
-from .memory_plan import MemoryPlan
-from .needs import least_slots
-from .pressure import PACE, PACE_OF_METAL, PoolLimit, host_sources, sources
-from .wired import wire, wire_lasting
 
 
 def open_experts(

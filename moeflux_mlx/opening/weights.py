@@ -22,11 +22,11 @@ from ..ops import native
 from ..packing.gguf_folder import described_files
 from ..packing.in_place import InPlace, open_in_place
 from ..packing.suggest import packing_command
+from ..planning.demand import Demand
+from ..planning.pool_sizes import best_pool
 from ..spec import ModelArgs
 from ..state.fingerprint import EXPERT_SAMPLES, RESIDENT_SAMPLES, Fingerprint, fingerprint_of
 from ..vision.vision import NoVision, VisionFiles, open_vision
-from .demand import Demand
-from .pool_sizes import best_pool
 
 
 @dataclass(frozen=True)

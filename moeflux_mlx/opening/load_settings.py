@@ -9,19 +9,19 @@ import mlx.core as mx
 
 from ..errors import RequestError, did_you_mean
 from ..experts.tables import KEPT_BYTES
+from ..kept.keep_warm import MODES as KEEP_WARM
+from ..kept.tiles import MODES as TILES
+from ..kept.warm_start import MODES as WARM_START
 from ..model.tensors import layer_values
 from ..ops.backend import computes_natively
 from ..ops.expert_rows import refusal
 from ..ops.linear import dequantises
+from ..planning.demand import Demand
+from ..planning.wired import MODES as WIRED
 from ..spec import ModelArgs
 from ..vision.pixels import IMAGE_ROWS
 from ..vision.vision import NoVision, VisionFiles, checked_rows
 from .company import Company
-from .demand import Demand
-from .keep_warm import MODES as KEEP_WARM
-from .tiles import MODES as TILES
-from .warm_start import MODES as WARM_START
-from .wired import MODES as WIRED
 
 PREFETCH = {"auto": "lookahead", "off": "off"}
 MODES = {"prefetch": PREFETCH, "keep_warm": KEEP_WARM, "warm_start": WARM_START, "tiles": TILES, "wired": WIRED}

@@ -20,10 +20,10 @@ from ..model.weights import fill
 from ..packing.aside import NAME
 from ..packing.heads import HeadWeights, find_head
 from ..packing.resident import TensorFile
+from ..planning.budget import Planner
+from ..planning.machine import in_gb
+from ..planning.memory_plan import MemoryPlan
 from ..spec import ModelArgs
-from .budget import Planner
-from .machine import in_gb
-from .memory_plan import MemoryPlan
 from .weights import ModelWeights
 
 DRAFTS = ("auto", "off", "lookup", "head")  # sources of drafts; a directory with a head is allowed too

@@ -20,12 +20,12 @@ from ..model.tensors import needed, variant_bytes
 from ..ops import gpu_time
 from ..ops.chips import CHIPS, FAMILY, Chip, gpu_limits
 from ..ops.stand_ins import standing_in
+from ..planning.budget import plan_memory
+from ..planning.kv_bits import keeping
+from ..planning.machine import Figures
 from ..spec import ModelArgs
-from .budget import plan_memory
-from .kv_bits import keeping
 from .launches import launches_of
 from .load_settings import LoadSettings
-from .machine import Figures
 from .random_weights import Shapes
 
 POSITIONS = 4096  # that a token attends to

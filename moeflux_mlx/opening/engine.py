@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from ..driving.session import CHECKPOINT_BYTES, Session, SessionOptions
 from ..errors import MoefluxWarning
 from ..experts.resident import ReadProgress
 from ..experts.routed import RoutedExperts
@@ -18,6 +19,9 @@ from ..experts.source import ExpertLoader
 from ..experts.tables import open_readers
 from ..files import user_path
 from ..foreign import LOADING, with_parameters_of
+from ..kept.keep_warm import KeepWarm, keep_warm_of
+from ..kept.tiles import choose
+from ..kept.warm_start import begin_warm_start
 from ..mixers.registry import stored_forms
 from ..model.decoder import Model
 from ..model.tables import Tables
@@ -25,28 +29,24 @@ from ..model.tensors import resident_bytes
 from ..model.weights import fill
 from ..ops.limits import within_limits
 from ..ops.tiles import CODE, Tiles
+from ..planning.budget import Planner
+from ..planning.expert_io import from_environment
+from ..planning.kv_bits import keeping
+from ..planning.machine import activation_bits, checked_dtype, machine_figures
+from ..planning.memory_plan import MemoryPlan
+from ..planning.settings import allow_open_files, configure_early
 from ..process import claim_process
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
 from ..vision.vision import NoVision, VisionFiles
-from .budget import Planner
 from .company import Agreed, Company, Leading
-from .expert_io import from_environment
 from .expert_source import open_experts, wire_loaded
 from .heads import ChosenDrafts, choose_drafts, load_head
-from .keep_warm import KeepWarm, keep_warm_of
 from .kernel_cache import compiling
-from .kv_bits import keeping
 from .load_settings import PREFETCH, LoadSettings
 from .locate import resolve
-from .machine import activation_bits, checked_dtype, machine_figures
-from .memory_plan import MemoryPlan
 from .random_weights import Shapes
-from .session import CHECKPOINT_BYTES, Session, SessionOptions
-from .settings import allow_open_files, configure_early
-from .tiles import choose
-from .warm_start import begin_warm_start
 from .weights import ModelWeights, open_weights, with_best_pool
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ def load(settings: LoadSettings) -> tuple[Model, TokenizerWrapper]:
             temporaries, with which some versions of macOS have restarted), or "off" (nothing, which is slow if experts
             are streamed).
         ranks: this process's place among several that all load the model and then make the same calls.
-        set: further settings by name, which measurements need: those of `TrialSettings` in engine/load_settings.py.
+        set: further settings by name, which measurements need: those of `TrialSettings` in opening/load_settings.py.
 
     Raises:
         ModelFileError: a file is missing or wrong. ConfigError: a value is not implemented.

@@ -1,0 +1,1 @@
+"""Prompts and answers: what is computed for a text, in which order, and how tokens are chosen."""

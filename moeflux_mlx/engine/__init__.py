@@ -1,1 +1,0 @@
-"""Assembles a model from its parts and runs it: memory plans, loading, sessions, generation."""

@@ -1,0 +1,1 @@
+"""What is kept on the disk between sessions, beside the model."""
