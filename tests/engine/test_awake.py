@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from moeflux_mlx.kept import awake
+from moeflux_mlx.planning import awake
 from moeflux_mlx.planning.awake import Awake
 
 

@@ -14,7 +14,7 @@ from moeflux_mlx.kinds import Activation, QueryGrowth, QueryScale
 from moeflux_mlx.mixers.compressed import op as compressed
 from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.mamba import op as mamba
-from moeflux_mlx.model import moe, ngrams, shortcut
+from moeflux_mlx.model import feed_forward, moe, ngrams
 from moeflux_mlx.model.residual import OneStream, ParallelStream
 from moeflux_mlx.model.streams import ShortcutConnection
 from moeflux_mlx.opening.engine import load_model
@@ -776,7 +776,7 @@ def _added_at_once(connection, h, out, *mixing):
     return backend.library_of(h).concatenate([h + sum(parts), h * 0], axis=-1)
 
 
-def _without_own(ids, weights, experts, right=shortcut.without_identities):
+def _without_own(ids, weights, experts, right=feed_forward.without_identities):
     *others, own = right(ids, weights, experts)
     return *others, own * 0
 
@@ -784,7 +784,7 @@ def _without_own(ids, weights, experts, right=shortcut.without_identities):
 # Parts of LongCat that an implementation may leave out or place wrongly.
 LONGCAT = {
     "a shortcut of no layer": lambda model, patch: patch.setattr(ShortcutConnection, "scatter", _added_at_once),
-    "experts that return nothing": lambda model, patch: patch.setattr(shortcut, "without_identities", _without_own),
+    "experts that return nothing": lambda model, patch: patch.setattr(feed_forward, "without_identities", _without_own),
     "no gain of queries": lambda model, patch: [setattr(one.self_attn, "scale", 48**-0.5) for one in model.layers],
     "no gain of latents": lambda model, patch: [
         setattr(one.self_attn, "_latent_norm", one.self_attn.kv_a_layernorm) for one in model.layers
@@ -804,7 +804,7 @@ def test_mistakes_in_longcat(monkeypatch, mistake):
 @pytest.mark.parametrize("kind", [np.array, mx.array])
 def test_an_expert_that_returns_its_input_is_replaced_by_another_of_the_token(kind):
     ids, weights = kind([[7, 2, 9, 4], [8, 9, 7, 5], [1, 0, 3, 2]]), kind(np.float32([[4, 3, 2, 1]] * 3))
-    made = shortcut.without_identities(ids, weights, 5)
+    made = feed_forward.without_identities(ids, weights, 5)
     assert [np.array(part).tolist() for part in made] == [
         [[2, 2, 2, 4], [0, 0, 0, 0], [1, 0, 3, 2]],
         [[0, 3, 0, 1], [0, 0, 0, 0], [4, 3, 2, 1]],
