@@ -228,7 +228,7 @@ class FakeAnswer:
         if done is None:
             self.is_in_prompt = False
             said = self.session.said(self.prompt, self._processors)
-            self._rest = iter([*said, self.session.tokenizer.eos_token_id])
+            self._rest = iter(said)
         return done
 
     def pause(self):
@@ -236,13 +236,13 @@ class FakeAnswer:
 
     def advance_alone(self):
         time.sleep(self.session.engine.token_seconds)
-        return next(self._rest), mx.array(np.log(np.full(256, 1 / 256, np.float32)))
+        return next(self._rest, None), mx.array(np.log(np.full(256, 1 / 256, np.float32)))
 
     def take(self, outcome):
         token, logprobs = outcome
         self._count += 1
-        is_end = token == self.session.tokenizer.eos_token_id and next(self._rest, None) is None
-        reason = "stop" if is_end else "length" if self._count == self._limit else None
+        reason = "stop" if token is None else "length" if self._count == self._limit else None
+        token = self.session.tokenizer.eos_token_id or 0 if token is None else token
         if reason is None:
             self.session.tokens.append(token)
         else:
