@@ -90,7 +90,7 @@ class Live:
             for name, make in loads.items()
         ]
         self.models = ModelSwitch(choices, queue, decode_share, idle_seconds)
-        self.served = Served(self.models, False, keepalive, log)
+        self.served = Served(self.models, keepalive=keepalive, log=log)
         self.listener = Listener(make_app(self.served, rules), self.models.begin_stop)
         self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
