@@ -279,6 +279,7 @@ def broken(self):
 
 reporting.MachineReport.memory = broken
 reporting.ROUNDS, reporting.ANSWER = 1, 8
+soak.compared = lambda: broken(None)
 sys.exit(doctor.main(["--no-disk", "--report"]))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=home, env=environment, capture_output=True, text=True)

@@ -493,7 +493,7 @@ def by_head(norm, width=32):
     def normed(x):
         rows = np.asarray(x).reshape(*x.shape[:-1], -1, width)
         scaled = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + norm.eps)
-        return (scaled.reshape(x.shape) * np.array(norm.weight)).astype(np.float32)
+        return backend.of_kind((scaled.reshape(x.shape) * np.array(norm.weight)).astype(np.float32), x)
 
     return normed
 
