@@ -40,11 +40,12 @@ class AtOnce:
     """Prints each failure when it happens, so that a run that is ended has told them."""
 
     def __init__(self, config):
-        self.terminal = config.pluginmanager.get_plugin("terminalreporter")
+        self.plugins = config.pluginmanager  # the reporter comes later than this
 
     def pytest_runtest_logreport(self, report):
-        if report.failed:
-            self.terminal.write_line(f"\n{report.nodeid} ({report.when})\n{report.longreprtext}")
+        terminal = self.plugins.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.write_line(f"\n{report.nodeid} ({report.when})\n{report.longreprtext}")
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
