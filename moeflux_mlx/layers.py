@@ -23,6 +23,8 @@ from .ops.rows import AnyCache
 from .ops.seen import Chosen
 from .quant import GRID, Quant
 
+ALIGNED = 8  # values of 16 bits that kernels read at once, from a multiple of 16 bytes on
+
 
 def packed(*arrays: mx.array) -> list[ArrayPiece] | None:
     """The pieces of arrays joined into one for a GPU's kernels; None if there are no arrays."""
@@ -119,15 +121,16 @@ def normed_with_weights(x: Array, norm: Norm | None, weights: Linear) -> tuple[A
 class Stack:
     """Layers that share their input, multiplied at once if they are stored alike: fewer, larger products.
 
-    The layers become views of the stacked arrays, so nothing is kept twice.
+    The layers become views of the stacked arrays, so nothing is kept twice. `aligned`: a kernel reads parts of a row 16
+    bytes at a time, so layers whose joined rows begin elsewhere are not stacked.
     """
 
-    def __init__(self, *layers: Linear):
+    def __init__(self, *layers: Linear, aligned: bool = False):
         self.layers = layers
         self.ends = list(accumulate(layer.shape[0] for layer in layers))
         self.stacked: Linear | None = None
-        alike = all(layer.is_like(layers[0]) for layer in layers)
-        if alike and all(layer.quant or layer.filled for layer in layers):
+        fits = all(layer.is_like(layers[0]) for layer in layers) and not (aligned and self.ends[-1] % ALIGNED)
+        if fits and all(layer.quant or layer.filled for layer in layers):
             self.stacked = self._join()
 
     def _join(self) -> Linear:

@@ -18,6 +18,7 @@ from moeflux_mlx.mixers.delta import op as delta
 from moeflux_mlx.mixers.grouped import op as attend
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.latent import op as latent
+from moeflux_mlx.mixers.latent.module import MLA
 from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.model import compiled
 from moeflux_mlx.model.compiled import DecodeStep
@@ -203,6 +204,13 @@ def test_rows_of_several_sequences_share_a_launch(monkeypatch, family):
     with msl.launching():
         check(model, Alone(model), [()] * 4, plan)
     assert {2, 4} <= set(shared)
+
+
+def test_rows_that_kernels_read_by_16_bytes_begin_at_multiples_of_them():
+    """The gates of four heads beside queries and latents would put every second row elsewhere."""
+    layers = [layer.self_attn for layer in tiny_model("bailing_hybrid").layers if hasattr(layer.self_attn, "g_proj")]
+    inputs = [layer._inputs for layer in layers if isinstance(layer, MLA)]
+    assert [stack.ends[-1] % 8 for stack in inputs if stack.stacked is None] == [4] * len(inputs) != []
 
 
 def test_the_graphs_that_were_used_last_are_kept(monkeypatch):

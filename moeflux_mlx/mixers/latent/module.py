@@ -76,7 +76,7 @@ class MLA(MixerModule):
 
     def arrange(self) -> None:
         """Joins the layers that read x, and what kernels take at once; called again once all have their tensors."""
-        self._inputs = Stack(*self._reading_x())
+        self._inputs = Stack(*self._reading_x(), aligned=True)  # for `latent_query`
         if "q_b_proj" in self:
             self.q_b_proj.pack()
         self.o_proj.pack()
