@@ -120,6 +120,43 @@ def test_commands_exist(text):
         assert [(call, why) for call in calls(block) if (why := refusal(*call))] == []
 
 
+def script_calls(text):
+    """Yields (script, arguments) of every command with arguments in code that runs one of our scripts."""
+    code = [" ".join(each.split()) for each in re.findall(r"`([^`]+)`", BLOCK.sub("", text))]
+    for line in code + "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines():
+        if call := re.match(r"(?:python )?(scripts/\w+/\w+\.py) +([^#|;]+)", line):
+            yield call[1], shlex.split(call[2])
+
+
+@functools.cache
+def words_of_script(name):
+    """Returns the words of a script and of the scripts that it imports, options among them without their dashes."""
+    text = next((ROOT / "scripts").rglob(f"{name}.py")).read_text(encoding="utf-8")
+    others = re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)
+    mine = [other for other in others if any((ROOT / "scripts").rglob(f"{other}.py"))]
+    return set(re.findall(r"[a-z][\w-]*", text)).union(*map(words_of_script, mine))
+
+
+def unknown_options(path, arguments):
+    words = words_of_script(Path(path).stem)
+    options = [argument[2:] for argument in arguments if argument.startswith("--")]
+    return [name for name in options if not {name, name.replace("-", "_")} & words]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=NAMES)
+def test_scripts_have_the_options(text):
+    """Without importing them, which takes seconds."""
+    found = list(script_calls(text.read_text(encoding="utf-8")))
+    assert [(call, wrong) for call in found if (wrong := unknown_options(*call))] == []
+
+
+def test_a_wrong_option_of_a_script_is_found():
+    text = "`scripts/bench/bench_blocks.py` `scripts/bench/bench_drafts.py --depths\n0 --no-such 2 --layers 2`"
+    ((path, arguments),) = script_calls(text)
+    assert arguments == ["--depths", "0", "--no-such", "2", "--layers", "2"]
+    assert unknown_options(path, arguments) == ["no-such"]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_a_parser(command):
     assert refusal(command, ["--help"]) == ""
