@@ -18,7 +18,7 @@ from moeflux_mlx.spec import family_name, variants
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL_TEXTS = [file for folder in ("metal", "native") for file in (ROOT / folder).iterdir() if file.is_file()]
-TEXTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "metal/README.md")]
+TEXTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "metal/README.md")]
 TEXTS += sorted((ROOT / "docs").glob("*.md"))
 NAMES = [str(text.relative_to(ROOT)) for text in TEXTS]
 KERNELS = ROOT / "metal"
