@@ -108,6 +108,19 @@ def test_links_lead_somewhere(text):
     assert broken_links(text.read_text(encoding="utf-8"), text.parent, text) == []
 
 
+def test_the_folder_of_documents_is_a_site():
+    """It is published alone: the index has every page in an order that the pages' last lines follow."""
+    folder = ROOT / "docs"
+    texts = {page.name: page.read_text(encoding="utf-8") for page in folder.glob("*.md")}
+    order = re.findall(r"^\d+\. \[[^\]]*\]\((\S+)\)", texts["index.md"], re.MULTILINE)
+    assert sorted(order) == sorted(texts.keys() - {"index.md"})
+    last = {name: LINK.findall(text.splitlines()[-1]) for name, text in texts.items() if name in order}
+    follow = [[name for name, _ in last[page]] for page in order]
+    assert follow == [["index.md", page] for page in order[1:]] + [["index.md"]]
+    links = [(name, link) for name, text in texts.items() for pair in LINK.findall(prose(text)) for link in pair]
+    assert [(name, link) for name, link in links if link.startswith("../")] == []
+
+
 @pytest.mark.parametrize("text", TEXTS, ids=NAMES)
 def test_python_compiles(text):
     for i, block in enumerate(blocks(text.read_text(encoding="utf-8"), "python")):
