@@ -2,7 +2,7 @@
 """Records `moeflux benchmark` of a model that is larger than the memory it may use: the terminal, and its memory below.
 
     python scripts/bench/make_random_model.py --variant qwen3.6-35b-a3b OUT
-    python scripts/pictures/record_memory.py OUT --limit-gb 4 --faster 10 [docs/pictures/memory.svg]
+    python scripts/pictures/record_memory.py OUT --what "Random weights, Qwen3.6-35B-A3B's shape" --faster 10
 
 The command runs in a control group (version 1, inside that of this script; needs root), which allows it so much memory
 and which counts what the system cannot take back (rss and shmem). Lines and memory have the times of the run, drawn
@@ -25,7 +25,7 @@ from record_demo import ADVANCE, COLUMNS, LEFT, LINE, ROOT, Timed, record, termi
 EVERY = 0.1  # seconds between two samples
 HEIGHT, RISE = 170, 120  # of the curve's part of the picture, and of the curve where memory is at the limit
 TITLE, TOP_SHARE = 26, 1.15  # height of the curve's title; what of the limit the axis reaches
-OPTIONS = ("--prompt-tokens", "128", "--max-tokens", "32", "--rounds", "3")
+OPTIONS = ("--prompt-tokens", "128", "--max-tokens", "32", "--rounds", "2")
 COVER = "@keyframes c{{to{{transform:translateX({width:.0f}px)}}}}.c{{animation:c {seconds:.1f}s linear both}}"
 
 Samples = list[tuple[float, int]]  # seconds, and bytes
@@ -35,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=lambda name: Path(name).resolve())
     parser.add_argument("out", type=Path, nargs="?", default=ROOT / "docs" / "pictures" / "memory.svg")
+    parser.add_argument("--what", required=True, help="says what the model is")
     parser.add_argument("--limit-gb", type=float, default=4.0)
     parser.add_argument("--faster", type=float, default=1.0)
     options = parser.parse_args()
@@ -43,7 +44,7 @@ def main() -> None:
     with limited(limit) as group:
         letters, samples = watched(group, [sys.executable, *command])
     said = f"moeflux benchmark --model {options.model.name} {' '.join(OPTIONS)}"
-    title = f"{options.model.name}, {size / 1e9:.1f} GB of files, allowed {options.limit_gb:g} GB"
+    title = f"{options.what}: {size / 1e9:.1f} GB, {size / limit:.1f} times the memory that it may use"
     options.out.write_text(drawing(said, title, letters, samples, limit, options.faster))
     peak = max(held for _, held in samples)
     print(f"{options.out}: {samples[-1][0]:.0f} s, at most {peak / 1e9:.2f} of {limit / 1e9:.2f} GB")
