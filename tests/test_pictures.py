@@ -53,8 +53,9 @@ def test_a_recording_shows_every_word_in_order_and_at_its_time():
     assert delays == sorted(delays) and set(delays) == {0.0, 1.0, 2.0}
 
 
-def test_the_published_recording_is_small_and_needs_nothing_else():
-    text = (PICTURES / "demo.svg").read_text()
+@pytest.mark.parametrize("name", ["demo", "memory"])
+def test_a_published_recording_is_small_and_needs_nothing_else(name):
+    text = (PICTURES / f"{name}.svg").read_text()
     assert len(text) < 60_000 and "http" not in text.replace("http://www.w3.org/2000/svg", "")
 
 
@@ -77,6 +78,8 @@ def test_memory_is_drawn_against_its_limit():
     (x0, y0), (x1, y1), (x2, y2) = points
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2) and y0 - y1 == pytest.approx(y1 - y2, abs=0.2)
     assert y0 - y2 == record_memory.RISE and "animation:c 1.0s" in drawing and "animation-delay:0.40s" in drawing
+    places = [float(text.get("y")) for text in root.findall("{*}text")]
+    assert max(places) < float(root.get("viewBox").split()[3])
     said = " ".join("".join(text.itertext()) for text in root.findall("{*}text"))
     assert "limit 2.15 GB" in said and "at most 2.15 GB, drawn 10 times as fast" in said and "10 s" in said
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from record_demo import ADVANCE, COLUMNS, LEFT, LINE, ROOT, Timed, record, terminal, wrapped
 
 EVERY = 0.1  # seconds between two samples
-HEIGHT, RISE = 170, 120  # of the curve's part of the picture, and of the curve where memory is at the limit
+HEIGHT, RISE = 196, 120  # of the curve's part of the picture, and of the curve where memory is at the limit
 TITLE, TOP_SHARE = 26, 1.15  # height of the curve's title; what of the limit the axis reaches
 OPTIONS = ("--prompt-tokens", "128", "--max-tokens", "32", "--rounds", "2")
 COVER = "@keyframes c{{to{{transform:translateX({width:.0f}px)}}}}.c{{animation:c {seconds:.1f}s linear both}}"
