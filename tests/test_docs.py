@@ -18,7 +18,7 @@ from moeflux_mlx.spec import family_name, variants
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL_TEXTS = [file for folder in ("metal", "native") for file in (ROOT / folder).iterdir() if file.is_file()]
-TEXTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "metal/README.md")]
+TEXTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "metal/README.md")]
 TEXTS += sorted((ROOT / "docs").glob("*.md"))
 NAMES = [str(text.relative_to(ROOT)) for text in TEXTS]
 KERNELS = ROOT / "metal"
@@ -108,6 +108,19 @@ def test_links_lead_somewhere(text):
     assert broken_links(text.read_text(encoding="utf-8"), text.parent, text) == []
 
 
+def test_the_folder_of_documents_is_a_site():
+    """It is published alone: the index has every page in an order that the pages' last lines follow."""
+    folder = ROOT / "docs"
+    texts = {page.name: page.read_text(encoding="utf-8") for page in folder.glob("*.md")}
+    order = re.findall(r"^\d+\. \[[^\]]*\]\((\S+)\)", texts["index.md"], re.MULTILINE)
+    assert sorted(order) == sorted(texts.keys() - {"index.md"})
+    last = {name: LINK.findall(text.splitlines()[-1]) for name, text in texts.items() if name in order}
+    follow = [[name for name, _ in last[page]] for page in order]
+    assert follow == [["index.md", page] for page in order[1:]] + [["index.md"]]
+    links = [(name, link) for name, text in texts.items() for pair in LINK.findall(prose(text)) for link in pair]
+    assert [(name, link) for name, link in links if link.startswith("../")] == []
+
+
 @pytest.mark.parametrize("text", TEXTS, ids=NAMES)
 def test_python_compiles(text):
     for i, block in enumerate(blocks(text.read_text(encoding="utf-8"), "python")):
@@ -118,6 +131,43 @@ def test_python_compiles(text):
 def test_commands_exist(text):
     for block in blocks(text.read_text(encoding="utf-8"), "bash"):
         assert [(call, why) for call in calls(block) if (why := refusal(*call))] == []
+
+
+def script_calls(text):
+    """Yields (script, arguments) of every command with arguments in code that runs one of our scripts."""
+    code = [" ".join(each.split()) for each in re.findall(r"`([^`]+)`", BLOCK.sub("", text))]
+    for line in code + "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines():
+        if call := re.match(r"(?:python )?(scripts/\w+/\w+\.py) +([^#|;]+)", line):
+            yield call[1], shlex.split(call[2])
+
+
+@functools.cache
+def words_of_script(name):
+    """Returns the words of a script and of the scripts that it imports, options among them without their dashes."""
+    text = next((ROOT / "scripts").rglob(f"{name}.py")).read_text(encoding="utf-8")
+    others = re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)
+    mine = [other for other in others if any((ROOT / "scripts").rglob(f"{other}.py"))]
+    return set(re.findall(r"[a-z][\w-]*", text)).union(*map(words_of_script, mine))
+
+
+def unknown_options(path, arguments):
+    words = words_of_script(Path(path).stem)
+    options = [argument[2:] for argument in arguments if argument.startswith("--")]
+    return [name for name in options if not {name, name.replace("-", "_")} & words]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=NAMES)
+def test_scripts_have_the_options(text):
+    """Without importing them, which takes seconds."""
+    found = list(script_calls(text.read_text(encoding="utf-8")))
+    assert [(call, wrong) for call in found if (wrong := unknown_options(*call))] == []
+
+
+def test_a_wrong_option_of_a_script_is_found():
+    text = "`scripts/bench/bench_blocks.py` `scripts/bench/bench_drafts.py --depths\n0 --no-such 2 --layers 2`"
+    ((path, arguments),) = script_calls(text)
+    assert arguments == ["--depths", "0", "--no-such", "2", "--layers", "2"]
+    assert unknown_options(path, arguments) == ["no-such"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,4 +1,5 @@
-"""The pictures of the docs: plots match the stored figures, and a recording keeps a terminal's text and times."""
+"""The pictures of the docs: plots match the stored figures, and a recording keeps a terminal's text and times, and
+its memory."""
 
 import re
 import sys
@@ -8,6 +9,7 @@ from xml.etree import ElementTree
 import plots
 import pytest
 import record_demo
+import record_memory
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 
@@ -51,6 +53,44 @@ def test_a_recording_shows_every_word_in_order_and_at_its_time():
     assert delays == sorted(delays) and set(delays) == {0.0, 1.0, 2.0}
 
 
-def test_the_published_recording_is_small_and_needs_nothing_else():
-    text = (PICTURES / "demo.svg").read_text()
+@pytest.mark.parametrize("name", ["demo", "memory"])
+def test_a_published_recording_is_small_and_needs_nothing_else(name):
+    text = (PICTURES / f"{name}.svg").read_text()
     assert len(text) < 60_000 and "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_a_command_is_watched_in_its_group(tmp_path):
+    (tmp_path / "memory.stat").write_text("cache 7\nrss 1000\nshmem 24\n")
+    wait = "import time; print('begun', flush=True); time.sleep(0.5); print('ended')"
+    letters, samples = record_memory.watched(tmp_path, [sys.executable, "-c", wait])
+    assert "".join(letter for _, letter in letters).split() == ["begun", "ended"]
+    assert (tmp_path / "cgroup.procs").read_text().strip().isdigit()
+    times = [at for at, _ in samples]
+    assert len(samples) > 2 and times == sorted(times) and {held for _, held in samples} == {1024}
+
+
+def test_memory_is_drawn_against_its_limit():
+    samples = [(0.0, 0), (5.0, 1 << 30), (10.0, 2 << 30)]
+    letters = [(4.0, letter) for letter in "half the way\n"]
+    drawing = record_memory.drawing("run", "a model", letters, samples, 2 << 30, 10)
+    root = ElementTree.fromstring(drawing)
+    points = [tuple(map(float, point.split(","))) for point in root.find("{*}polyline").get("points").split()]
+    (x0, y0), (x1, y1), (x2, y2) = points
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2) and y0 - y1 == pytest.approx(y1 - y2, abs=0.2)
+    assert y0 - y2 == record_memory.RISE and "animation:c 1.0s" in drawing and "animation-delay:0.40s" in drawing
+    places = [float(text.get("y")) for text in root.findall("{*}text")]
+    assert max(places) < float(root.get("viewBox").split()[3])
+    said = " ".join("".join(text.itertext()) for text in root.findall("{*}text"))
+    assert "limit 2.15 GB" in said and "at most 2.15 GB, drawn 10 times as fast" in said and "10 s" in said
+
+
+def test_many_samples_keep_their_peaks():
+    samples = [(float(i), 5 if i == 777 else 1) for i in range(1000)]
+    kept = record_memory.thinned(samples, 100)
+    assert len(kept) == 100 and (777.0, 5) in kept
+
+
+def test_no_group_no_recording(tmp_path):
+    (tmp_path / "cgroup").write_text("0::/\n")
+    with pytest.raises(SystemExit, match="no version 1 control groups"):
+        record_memory.limited(1, tmp_path / "cgroup").__enter__()

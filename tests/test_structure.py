@@ -172,3 +172,15 @@ def test_members_of_public_classes_are_for_users(package):
 
 def test_the_package_has_no_names_that_nothing_uses():
     assert structure.unused(structure.PACKAGE) == []
+
+
+def test_contributing_says_the_limits():
+    text = " ".join((FILE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+    said = (
+        f"a module of more than {structure.MODULE_LINES} lines has a reason",
+        f"no function has more than {structure.FUNCTION_LINES} lines",
+        f"asks in at most {structure.KIND_PLACES} places whether an array",
+        f"private names of the package in at most {structure.PRIVATE_PLACES} places",
+        f"they replace names (`monkeypatch.setattr`) in at most {structure.PATCHES}.",
+    )
+    assert [words for words in said if words not in text] == []

@@ -77,6 +77,15 @@ def test_a_release_makes_the_report_of_its_wheel():
     assert ("doctor", ["--no-disk", "--report", "report.txt"]) in list(calls(commands_of(SCRIPTS[-1])))
 
 
+@pytest.mark.parametrize("name", ["release", "site"])
+def test_what_is_published_is_asked_for(name):
+    read = workflow(name)
+    assert read[True].keys() == {"workflow_dispatch"}
+    assert read[True]["workflow_dispatch"]["inputs"]["publish"]["default"] is False
+    may_write = [job for job in read["jobs"].values() if "write" in str(job.get("permissions"))]
+    assert may_write == [read["jobs"]["publish"]] and read["jobs"]["publish"]["if"] == "inputs.publish"
+
+
 @pytest.mark.parametrize("file", TEMPLATES, ids=lambda file: file.name)
 def test_an_issue_template_asks_for_commands_that_exist(file):
     read = yaml.safe_load(file.read_text())

@@ -7,7 +7,11 @@ StepInput: TypeAlias = Any
 
 
 class Traced:
-    """The traced stand-in of a cache.
+    """The traced stand-in of a cache, in a class of its own.
+
+    A cache decides in Python by its position whether its arrays must grow, where a ring wraps round, and whether an
+    entry ends; while a graph is traced, a position is an array without a value. One class for both would have two
+    branches in each of these methods. The class is also a part of the key by which each token's graph is found.
 
     Attributes:
         num_inputs: number of arrays that it is made of, before the first token's place.

@@ -96,11 +96,15 @@ def runs(line: str, times: list[float]) -> list[Timed]:
 
 
 def drawing(command: str, letters: list[Timed]) -> str:
-    lines = wrapped(letters)
-    width, height = LEFT * 2 + COLUMNS * ADVANCE, TOP + LINE * (len(lines) + 1)
+    parts, height = terminal(command, wrapped(letters))
+    width = LEFT * 2 + COLUMNS * ADVANCE
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}">'
-    parts = [head, f"<title>{html.escape(command)}</title>", f"<style>{STYLE}</style>"]
-    parts.append('<rect width="100%" height="100%" rx="10" fill="#0d1117"/>')
+    return "\n".join([head, f"<title>{html.escape(command)}</title>", *parts, "</svg>\n"])
+
+
+def terminal(command: str, lines: list[list[Timed]]) -> tuple[list[str], int]:
+    """Returns the parts of a picture that show a terminal, and the height that they take."""
+    parts = [f"<style>{STYLE}</style>", '<rect width="100%" height="100%" rx="10" fill="#0d1117"/>']
     for x, colour in ((22, "#ff5f57"), (42, "#febc2e"), (62, "#28c840")):
         parts.append(f'<circle cx="{x}" cy="20" r="6" fill="{colour}"/>')
     parts.append(f'<text x="{LEFT}" y="{TOP - 8}"><tspan class="p">$ </tspan>{html.escape(command)}</text>')
@@ -108,7 +112,7 @@ def drawing(command: str, letters: list[Timed]) -> str:
         spans = "".join(span(at, text) for at, text in line)
         kind = ' class="d"' if is_note("".join(text for _, text in line)) else ""
         parts.append(f'<text x="{LEFT}" y="{TOP + LINE * (i + 1) - 6}"{kind}>{spans}</text>')
-    return "\n".join([*parts, "</svg>\n"])
+    return parts, TOP + LINE * (len(lines) + 1)
 
 
 def span(at: float, text: str) -> str:

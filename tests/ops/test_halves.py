@@ -126,7 +126,7 @@ def slots(counts):
 
 @msl.needed
 def test_halves_take_a_third_fewer_instructions():
-    """For the 4 rows that a simdgroup has in most products, of `qmv` and of gate and up (docs/performance.md)."""
+    """For the 4 rows that a simdgroup has in most products, of `qmv` and of gate and up."""
     before, after = (slots(instructions(form, 4, 0)) / 128 for form in ("affine4", "affine4_halves"))
     assert (after < before * 2 / 3).all(), (before, after)
     assert before == pytest.approx([6.65, 4.0], abs=0.01) and after == pytest.approx([3.12, 2.38], abs=0.01)
