@@ -25,6 +25,7 @@ from .driving.session import AnswerOptions
 from .errors import MoefluxError, RequestError, TokenizerError
 from .files import user_path
 from .opening.engine import Engine
+from .planning.awake import Awake
 from .vision.sources import bytes_of
 
 HELP = """\
@@ -147,7 +148,7 @@ class Chat:
         """Prints the model's answer as it comes; Ctrl-C stops it."""
         progress, show = ProgressLine("prompt"), Display(sys.stdout, self.hide_thinking)
         session = self.conversation.session
-        with Interruption() as interruption:
+        with Interruption() as interruption, Awake():
 
             def update(done: int, total: int) -> None:
                 self._note_plan(total)

@@ -2,9 +2,11 @@
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from moeflux_mlx import chat
 from moeflux_mlx.planning import awake
 from moeflux_mlx.planning.awake import Awake
 
@@ -48,6 +50,20 @@ def test_a_child_runs_as_long_as_something_is_computed(mac):
     with one:
         assert Caffeinate.running == 1
     assert Caffeinate.running == 0
+
+
+def test_a_chat_stays_awake_for_its_answers_alone(mac, monkeypatch):
+    class Talk:
+        session = SimpleNamespace(last=None, save_error=None)
+
+        def ask(self, *_, **__):
+            assert Caffeinate.running == 1
+            yield "Hello", False
+
+    told = chat.Chat(Talk(), SimpleNamespace(), {})
+    for count in (1, 2):
+        told.answer("Hi")
+        assert Caffeinate.running == 0 and len(Caffeinate.started) == count
 
 
 def test_a_machine_without_it_may_sleep(mac, monkeypatch):

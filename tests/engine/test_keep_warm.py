@@ -256,6 +256,15 @@ def test_a_steady_drift_and_pauses_between_answers_do_not_decide():
     assert measured.off == pytest.approx(measured.on, rel=0.02) and not measured.helps
 
 
+@pytest.mark.parametrize("gain", [1.2, 0.9])
+def test_a_machine_that_sleeps_in_some_steps_decides_nothing_by_it(gain):
+    scene = Scene()
+    slept = (TURN + 5, 2 * TURN + 9, 3 * TURN + 1)
+    compare(scene, lambda count, launches: (0.4 if launches else 0.4 * gain) + 3600 * (count in slept))
+    measured = scene.warm.measured
+    assert measured.off == pytest.approx(gain * measured.on, rel=0.02) and measured.helps is (gain > 1)
+
+
 def test_other_steps_do_not_count():
     """Neither steps on battery, nor of several rows, whose time is another, nor those of a pool that fills."""
     scene = Scene()
