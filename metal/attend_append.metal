@@ -30,10 +30,12 @@
       const float angle = rotate_angle(float(positions[3] + int(token)), periods[i]);
       const float cosine = float(magnitude[0]) * metal::fast::cos(angle);
       const float sine = float(magnitude[0]) * metal::fast::sin(angle);
-      const float a = float(own_key[first]) * norm * (NORM ? float(k_weight[first]) : 1.0f);
-      const float b = float(own_key[second]) * norm * (NORM ? float(k_weight[second]) : 1.0f);
-      key[first] = float(X(rotate_first(a, b, cosine, sine)));
-      key[second] = float(X(rotate_second(a, b, cosine, sine)));
+      const float first_weight = NORM ? float(k_weight[first]) : 1.0f;
+      const float second_weight = NORM ? float(k_weight[second]) : 1.0f;
+      const float a = float(own_key[first]) * norm * (NORM == 2 ? 1.0f : first_weight);
+      const float b = float(own_key[second]) * norm * (NORM == 2 ? 1.0f : second_weight);
+      key[first] = float(X(rotate_first(a, b, cosine, sine) * (NORM == 2 ? first_weight : 1.0f)));
+      key[second] = float(X(rotate_second(a, b, cosine, sine) * (NORM == 2 ? second_weight : 1.0f)));
     }
     for (uint i = DIMS + lane; i < D; i += 32) {
       key[i] = float(X(float(own_key[i]) * norm * (NORM ? float(k_weight[i]) : 1.0f)));

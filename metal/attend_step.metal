@@ -8,8 +8,9 @@
 // CHUNKED say which positions the token sees (seen.h.metal). V <= D. If TOP is set, the token sees the positions of
 // chosen blocks (seen.h.metal), chosen[LISTS, TOP]: each key head has its own list, or all share one.
 //
-// If NORM is 1, q[H, STRIDE] (the first D values of each head) and k are divided by their root mean square (+ eps[0])
-// and multiplied by q_weight or k_weight[D] W. Their first DIMS values (possibly 0) are rotated by angles positions[3]
+// If NORM is not 0, q[H, STRIDE] (the first D values of each head) and k are divided by their root mean square (+
+// eps[0]), which a rotation leaves as it is, and multiplied by q_weight or k_weight[D] W: if NORM is 1 before they are
+// rotated, if it is 2 behind it. Their first DIMS values (possibly 0) are rotated by angles positions[3]
 // / periods[DIMS / 2] and multiplied by magnitude[0]. If INTERLEAVED is 1, neighbours form a pair, otherwise i and i +
 // DIMS / 2. If VNORM is 1, v is divided by its root mean square too.
 //
@@ -127,10 +128,11 @@
       const uint first = INTERLEAVED ? 2 * i : i;
       const uint second = INTERLEAVED ? first + 1 : i + DIMS / 2;
       const float cosine = turns[i], sine = turns[DIMS / 2 + i];
-      const float a = float(x[first]) * norm * norms[norm_at + first];
-      const float b = float(x[second]) * norm * norms[norm_at + second];
-      heads[h * D + first] = float(X(rotate_first(a, b, cosine, sine))) * factor;
-      heads[h * D + second] = float(X(rotate_second(a, b, cosine, sine))) * factor;
+      const float first_weight = norms[norm_at + first], second_weight = norms[norm_at + second];
+      const float a = float(x[first]) * norm * (NORM == 2 ? 1.0f : first_weight);
+      const float b = float(x[second]) * norm * (NORM == 2 ? 1.0f : second_weight);
+      heads[h * D + first] = float(X(rotate_first(a, b, cosine, sine) * (NORM == 2 ? first_weight : 1.0f))) * factor;
+      heads[h * D + second] = float(X(rotate_second(a, b, cosine, sine) * (NORM == 2 ? second_weight : 1.0f))) * factor;
     }
     CODES_UNROLL(1)
     for (uint i = DIMS + lane; is_mine && i < D; i += 32) {

@@ -1090,18 +1090,21 @@ static PyObject *op_attend(PyObject *self, PyObject *const *a, Py_ssize_t n) {
 }
 
 /* The queries, keys and values of a token before norm and rotation, the weights of the norms (NULL: no norm), and
- * the cosines and sines of the rotation. */
+ * the cosines and sines of the rotation. If `rotates_first`, the norms lie behind the rotation. */
 typedef struct {
     const float *q, *k, *v, *q_norm, *k_norm, *cosine, *sine;
     float eps;
     ptrdiff_t half;
-    int neighbours;
+    int neighbours, rotates_first;
 } Token;
 
 static void norm_and_rotate(const Path *path, const Token *token, const float *weight, const float *x, float *normed,
                           float *out, ptrdiff_t width) {
-    if (weight) path->rms_norm(x, weight, token->eps, normed, width);
-    path->rope(weight ? normed : x, token->cosine, token->sine, token->half, token->neighbours, out, width);
+    const int is_last = weight && token->rotates_first;
+    if (weight && !is_last) path->rms_norm(x, weight, token->eps, normed, width);
+    path->rope(weight && !is_last ? normed : x, token->cosine, token->sine, token->half, token->neighbours,
+               is_last ? normed : out, width);
+    if (is_last) path->rms_norm(normed, weight, token->eps, out, width);
 }
 
 /* Stores values as a row of a cache. moeflux_mlx/ops/kv_rows.py has the formula. */
@@ -1156,7 +1159,7 @@ static int run_attend_step(Attention *c, const Token *token, char *recent, ptrdi
 
 /* attend_step(q[Hq, Dk], k[Hkv, Dk], v[Hkv, Dv], q_norm[Dk], k_norm[Dk], eps, cosine[1, R/2], sine[1, R/2],
  * neighbours, keys[Hkv, C, Dk], values[Hkv, C, Dv], begun, recent[Hkv * M * (Dk + Dv)], n, scale, window, sinks[Hq]
- * or [0], out[Hq, Dv]). q_norm and k_norm may both be [0]: then there is no norm. Position p < begun is in row p % C
+ * or [0], out[Hq, Dv], rotates_first). q_norm and k_norm may both be [0]: then there is no norm. Position p < begun is in row p % C
  * of keys and values. keys, values and recent may all be bytes; then a row has the bytes of its RowForm instead of
  * Dk or Dv floats. */
 static PyObject *op_attend_step(PyObject *self, PyObject *const *a, Py_ssize_t n) {
@@ -1165,9 +1168,10 @@ static PyObject *op_attend_step(PyObject *self, PyObject *const *a, Py_ssize_t n
     static const int ndim[] = {2, 2, 2, 1, 1, 2, 2, 3, 3, 1, 1, 2}, place[] = {0, 1, 2, 3, 4, 6, 7, 9, 10, 12, 16, 17};
     Args args = {.n = 0};
     Py_buffer *b[12];
-    if (!arity(n, 18)) return NULL;
+    if (!arity(n, 19)) return NULL;
     Attention c = {.path = path, .tokens = 1};
     Token token = {.eps = (float)PyFloat_AsDouble(a[5]), .neighbours = PyObject_IsTrue(a[8])};
+    token.rotates_first = PyObject_IsTrue(a[18]);
     c.begun = PyNumber_AsSsize_t(a[11], PyExc_ValueError), c.n = PyNumber_AsSsize_t(a[13], PyExc_ValueError);
     c.scale = (float)PyFloat_AsDouble(a[14]), c.window = PyNumber_AsSsize_t(a[15], PyExc_ValueError);
     if (PyErr_Occurred()) return NULL;

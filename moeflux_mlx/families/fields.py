@@ -128,14 +128,14 @@ def layer_count(read: Fields) -> int:
     return read.count("num_hidden_layers", most=MOST_LAYERS)
 
 
-ROPE_TYPES = ("default", "yarn", "llama3", "proportional")
+ROPE_TYPES = ("default", "yarn", "llama3", "proportional", "dynamic")
 
 
 def rotation(read: Fields, width: int, share: float | None = 1.0, interleaved: bool = False) -> Rotation:
     """The rotation of heads of `width` values. The share `partial_rotary_factor` of them is rotated, or `share` if that
     field is missing; if `share` is None, all of them are. For the type "proportional" it is a share of the pairs, which
-    have the frequencies of all. Reads `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of
-    earlier releases.
+    have the frequencies of all. The type "dynamic" is read where an `alpha` fixes it. Reads `rope_parameters` of
+    transformers 5, or `rope_theta` and `rope_scaling` of earlier releases.
     """
     new = read.optional("rope_parameters", Mapping, None)
     inner = Fields(new if new is not None else read.optional("rope_scaling", Mapping, {}))
@@ -154,6 +154,9 @@ def rotation(read: Fields, width: int, share: float | None = 1.0, interleaved: b
             inner.must_equal("factor", 1.0)
             return Rotation(width, theta, pairs=int(share * width // 2))
         width = int(width * share)
+    if kind == "dynamic":
+        inner.must_equal("factor", 1.0)
+        theta *= inner.number("alpha", least=1.0, most=1e6) ** (width / max(width - 2, 1))
     yarn, llama3 = _yarn(inner) if kind == "yarn" else None, _llama3(inner) if kind == "llama3" else None
     return Rotation(width, theta, yarn, interleaved, llama3)
 

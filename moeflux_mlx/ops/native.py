@@ -344,8 +344,9 @@ def attend_step(
     *,
     window: int | None = None,
     sinks: Buffer | None = None,
+    rotates_first: bool = False,
 ) -> np.ndarray:
-    """A token's queries and key normed and turned, its key and value kept, and `attend` of it -> [Hq, Dv].
+    """A token's queries and key normed and turned (or turned and normed), its key and value kept; `attend` of it.
 
     q [Hq, Dk]; k [Hkv, Dk]; v [Hkv, Dv]; norms: weights [Dk] of queries and of keys, and epsilon; turn: as `rope` takes
     one token's, of no angles where nothing turns. seen: keys [Hkv, C, Dk] and values [Hkv, C, Dv] and how many
@@ -357,7 +358,7 @@ def attend_step(
     out = np.empty((q.shape[0], v.shape[1]), np.float32)
     limits = window or length or 1, NOTHING if sinks is None else sinks
     extension().attend_step(
-        q, k, v, *(norms or (NOTHING, NOTHING, 0.0)), *turn, *seen, recent, length, scale, *limits, out
+        q, k, v, *(norms or (NOTHING, NOTHING, 0.0)), *turn, *seen, recent, length, scale, *limits, out, rotates_first
     )
     return out
 

@@ -103,6 +103,7 @@ SIZES = {
     "sarvam-105b": (14155776, 1811939328, 31, 52.31),
     "mellum-2-12b-a2.5b": (3489792, 223346688, 28, 5.82),
     "dots1-142b-a14b": (9732096, 1245708288, 61, 70.77),
+    "hunyuan-a13b-80b": (21233664, 1358954496, 32, 40.5),
     "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
 }
 
@@ -294,6 +295,10 @@ def test_unknown_storage_names_its_module(entry):
         ("sarvam-105b", {"score_function": "softmax"}, "'score_function' is 'softmax'"),
         ("sarvam-105b", {"rope_interleave": False}, "'rope_interleave' is False"),
         ("mellum-2-12b-a2.5b", {"use_sliding_window": False}, "'use_sliding_window' is False; only True"),
+        ("hunyuan-a13b-80b", {"use_cla": True}, "'use_cla' is True"),
+        ("hunyuan-a13b-80b", {"moe_topk": [8] * 31 + [4]}, "'moe_topk' has [4]; only 8"),
+        ("hunyuan-a13b-80b", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'factor' is 2.0"),
+        ("hunyuan-a13b-80b", {"rope_scaling": {"type": "dynamic", "factor": 1.0}}, "'alpha' is missing"),
         ("dots1-142b-a14b", {"scoring_func": "softmax"}, "'scoring_func' is 'softmax'"),
         ("dots1-142b-a14b", {"moe_layer_freq": 2}, "'moe_layer_freq' is 2"),
         ("qwen3-30b-a3b", {"quantization": 3}, "'quantization' is 3"),
@@ -682,6 +687,7 @@ def small(config):
         "compress_ratios",
         "no_rope_layers",
         "kv_source_layers",
+        *("moe_topk", "moe_intermediate_size", "num_shared_expert"),
     ):
         if isinstance(body.get(name), list):
             body[name] = (body[name] * 4)[:4]

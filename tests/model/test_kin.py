@@ -260,6 +260,8 @@ IGNORED = [
     *(("dots1", {name: value}) for name, value in (("sliding_window", 8), ("max_window_layers", None))),
     *(("dots1", {name: value}) for name, value in (("norm_topk_prob", None), ("routed_scaling_factor", None))),
     *(("dots1", {name: value}) for name, value in (("rope_theta", 1e4), ("rms_norm_eps", None))),
+    *(("hunyuan_v1_moe", {name: value}) for name, value in (("rope_scaling", None), ("rms_norm_eps", None))),
+    ("hunyuan_v1_moe", {"moe_topk": 2}),
     ("lfm2_moe", {"norm_eps": None}),
     ("lfm2_moe", {"rope_theta": None}),
     ("lfm2_moe", {"norm_topk_prob": False}),
@@ -552,6 +554,7 @@ ROPES = {
     "cohere2_moe": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
     "llama4": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
     "mixtral": ("neighbouring pairs", lambda rotation: replace(rotation, interleaved=True)),
+    "hunyuan_v1_moe": ("neighbouring pairs", lambda rotation: replace(rotation, interleaved=True)),
     "sarvam_moe": ("neighbouring pairs", lambda rotation: replace(rotation, interleaved=True)),
     "sarvam_mla": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
 }
@@ -564,6 +567,10 @@ def test_pairs_of_a_rotation_that_are_not_the_familys(family):
         attention.rope = Rope(ROPES[family][1](attention.mixer.rotation))
         attention.arrange()
     assert error(model, family) > 10 * TOLERANCE
+
+
+def test_norms_before_a_rotation_that_the_family_has_behind_it():
+    assert error_after(lambda layer: _switch(layer, rotates_first=False), "hunyuan_v1_moe") > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["afmoe", "flint", "kolibri1", "beam", "cohere2_moe"])

@@ -30,6 +30,7 @@ CASES = {
     "norm of each head": PLAIN,
     "flat norms": replace(PLAIN, norm="flat"),
     "no norm": replace(PLAIN, norm=None),
+    "norms of rotated heads": replace(PLAIN, rotates_first=True),
     "no rotation": replace(PLAIN, rotation=None),
     "neither": replace(PLAIN, norm=None, rotation=None),
     "biases and a gate": replace(PLAIN, bias=True, output_bias=True, gate="joined"),
@@ -112,12 +113,14 @@ def wanted(layer, part, norm, x):
     if part.norm == "flat":
         q = normed(q.reshape(L, -1), layer.q_norm).reshape(q.shape)
         k = normed(k.reshape(L, -1), layer.k_norm).reshape(k.shape)
-    if part.norm == "head":
+    if part.norm == "head" and not part.rotates_first:
         q, k = normed(q, layer.q_norm), normed(k, layer.k_norm)
     if part.norm == "unit":
         q, k = (one / np.sqrt((one**2).mean(-1, keepdims=True) + EPS) for one in (q, k))
     if part.rotation:
         q, k = turned(q, part.rotation), turned(k, part.rotation)
+    if part.rotates_first:
+        q, k = normed(q, layer.q_norm), normed(k, layer.k_norm)
     if part.query_scale:
         q = q * query_factors(np.arange(L), part.query_scale)[:, None, None]
     k, v = (np.repeat(one, part.heads // part.kv_heads, axis=1) for one in (k, v))
@@ -186,6 +189,7 @@ DIFFERENT += [
     {"window": 4, "chunked": True},
     {"value_scale": 0.7},
     {"scale": 0.1},
+    {"rotates_first": True},
 ]
 
 

@@ -82,9 +82,9 @@ class Layer:
 
     def run(self, parts, cache, seen=None):
         q_norm, k_norm = self.norms
-        more = {"rope": self.rope, "scale": 0.3, "window": self.part.window, "sinks": self.sinks, "seen": seen}
+        more = {"window": self.part.window, "sinks": self.sinks}
         more |= {"query_scale": self.part.query_scale, "chunked": self.part.chunked}
-        return attend.attend(*parts, cache, q_norm=q_norm, k_norm=k_norm, **more)
+        return attend.attend(*parts, cache, attend.Terms(q_norm, k_norm, self.rope, 0.3, **more), seen=seen)
 
     def turned(self, x, norm, position):
         if norm is not None:
@@ -345,7 +345,9 @@ def test_a_late_token_is_turned_as_many_are(host):
     layer, late = Layer(*CASES["one group"]), 100_003
     q, k, v = parts = [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)]
     shapes, types = [part.shape[2:] for part in parts], (q.dtype,) * 3
-    step, _ = attend.plan_row(backend.name(), shapes, types, 32, (64, False), (None, False, False, False), SEEING_ALL)
+    step, _ = attend.plan_row(
+        backend.name(), shapes, types, 32, (64, False), (None, False, False, False, False), SEEING_ALL
+    )
     weights, numbers = [norm.weight for norm in layer.norms], (1e-2, 1.0, 0.3)
     kept, recent = mx.zeros((1, 2, 64, 64)), mx.zeros(2 * 2 * attend.RECENT * 64)
     positions = mx.array([late, late, 64, late], mx.int32)

@@ -251,10 +251,13 @@ def check_attend_step(kv_heads, group, begun, used, widths, half, window, seed):
         kept[:, rows % capacity] = old[:, rows]
     norms = None if weights is None else (*weights, 1e-6)
     args = norms, (cosine, sine, seed % 2 == 1), (*seen, begun), recent, length, 0.3
-    out = native.attend_step(q, k, v, *args, window=window, sinks=sinks)
-    if weights is not None:
+    rotates_first = seed % 6 == 0
+    out = native.attend_step(q, k, v, *args, window=window, sinks=sinks, rotates_first=rotates_first)
+    if weights is not None and not rotates_first:
         q, k = (native.rms_norm(x, weight, 1e-6) for x, weight in zip((q, k), weights, strict=True))
     q, k = (native.rope(x[None], cosine, sine, seed % 2 == 1) for x in (q, k))
+    if rotates_first:
+        q, k = (native.rms_norm(x[0], weight, 1e-6)[None] for x, weight in zip((q, k), weights, strict=True))
     for old, new in zip(past, (k[0], v), strict=True):
         old[:, -1] = new
     parts = np.split(recent, [room[0].size])

@@ -62,9 +62,11 @@ LOW_EMBEDDINGS = (
     "granitemoehybrid",
     "cohere2_moe",
     "cohere2_moe_north",
+    "hunyuan_v1_moe",
 )  # they make the logits too, or are scaled
 INTEGERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")  # computed as in transformers
 ROUTERS = (".gate.weight", ".router.weight", ".router.proj.weight", ".router.layer.weight", ".classifier.weight")
+ROUTERS += (".gate.wg.weight",)
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 # Parts of names that mlx-lm's conversions (for hy_v3 Rapid-MLX's) spell differently from the hub.
 MLX_NAMES = {
@@ -167,11 +169,9 @@ def token_map(family):
 def top_k(family):
     """Returns how many experts a token uses."""
     c = text_config(family)
-    return next(
-        c[name]
-        for name in ("num_experts_per_tok", "top_k_experts", "moe_k", "num_experts_per_token", "moe_topk")
-        if name in c
-    )
+    names = ("num_experts_per_tok", "top_k_experts", "moe_k", "num_experts_per_token", "moe_topk")
+    count = next(c[name] for name in names if name in c)
+    return count[0] if isinstance(count, list) else count
 
 
 def golden(family, variant="hub"):

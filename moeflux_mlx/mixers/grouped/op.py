@@ -60,22 +60,52 @@ NO_TURN = (*np.zeros((2, 1, 0), np.float32), False)
 
 
 class Terms(NamedTuple):
-    """The parameters of `attend`, as it has them. Both norms have the same eps, or there are none."""
+    """The parameters of attention.
+
+    Args:
+        q_norm, k_norm: norms of each head of q and k with the same eps; None: no norm, or q and k are normed already.
+        rope: rotates q and k by their rotary positions; None: no rotation.
+        window: how many positions a query sees, its own included; None: all. With a window, the cache must be one of
+            that window.
+        sinks: [heads], logits that are added to the softmax's sum only; None: no sinks.
+        value_norm: epsilon of a norm without weight of each head of v, equal to that of the other norms; None: no norm.
+        pieces: those of q_norm's weight, k_norm's and rope.periods in one array, if kernels take them so.
+        query_scale: scales queries by their rotary positions; None: they are not scaled.
+        chunked: whether a query sees, of its own chunk of `window` positions, those up to its own.
+        rotates_first: whether q and k are rotated before they are normed.
+    """
 
     q_norm: Norm | None
     k_norm: Norm | None
     rope: Rope | None
     scale: float
-    window: int | None
-    sinks: mx.array | None
-    value_norm: float | None
-    pieces: list[ArrayPiece] | None
+    window: int | None = None
+    sinks: mx.array | None = None
+    value_norm: float | None = None
+    pieces: list[ArrayPiece] | None = None
     query_scale: QueryFactor | None = None
     chunked: bool = False
+    rotates_first: bool = False
 
     def values(self, v: Array) -> Array:
-        """The stored form of keys and values."""
+        """The stored form of values."""
         return v if self.value_norm is None else rms_norm(v, None, self.value_norm)
+
+    def keys(self, k: Array, position: int | AnyArray) -> Array:
+        """Keys [B, L, heads, D] normed and rotated, in attention's layout: [B, heads, L, D] for MLX."""
+        return self._turned(k, self.k_norm, position)
+
+    def queries(self, q: Array, position: int | AnyArray) -> Array:
+        """Queries normed, scaled and rotated, in the same layout."""
+        return self._turned(q, self.q_norm, position, self.query_scale)
+
+    def _turned(
+        self, x: Array, norm: Norm | None, position: int | AnyArray, query_scale: QueryFactor | None = None
+    ) -> Array:
+        before, behind = (None, norm) if self.rotates_first else (norm, None)
+        x = laid_out(scaled_queries(x if before is None else before(x), position, query_scale))
+        x = x if self.rope is None else self.rope(x, position)
+        return x if behind is None else behind(x)
 
     @property
     def eps(self) -> float:
@@ -83,9 +113,9 @@ class Terms(NamedTuple):
         return self.q_norm.eps if self.q_norm else self.value_norm or 0.0
 
     @property
-    def limits(self) -> tuple[int | None, bool, bool, bool]:
+    def limits(self) -> tuple[int | None, bool, bool, bool, bool]:
         """The parameters on which a kernel's text depends."""
-        return self.window, self.sinks is not None, self.value_norm is not None, self.chunked
+        return self.window, self.sinks is not None, self.value_norm is not None, self.chunked, self.rotates_first
 
 
 def attend(
@@ -93,17 +123,7 @@ def attend(
     k: AnyArray,
     v: AnyArray,
     cache: Steps | StepRows,
-    *,
-    q_norm: Norm | None,
-    k_norm: Norm | None,
-    rope: Rope | None,
-    scale: float,
-    window: int | None = None,
-    sinks: mx.array | None = None,
-    value_norm: float | None = None,
-    pieces: list[ArrayPiece] | None = None,
-    query_scale: QueryFactor | None = None,
-    chunked: bool = False,
+    terms: Terms,
     joined: mx.array | None = None,
     seen: SeenBlocks | None = None,
 ) -> AnyArray:
@@ -113,15 +133,6 @@ def attend(
         q: [B, L, heads, D], or [B, L, heads, 2 D] with a gate behind each query; its sigmoid multiplies the result.
         k, v: [B, L, kv heads, D] and [B, L, kv heads, V], appended to `cache`, k normed and rotated, v normed.
         cache: of one text or a batch of them; or the caches of the L rows of a step.
-        q_norm, k_norm: norms of each head of q and k; None: no norm, or q and k are normed already.
-        rope: rotates q and k by their rotary positions; None: no rotation.
-        window: how many positions a query sees, its own included; None: all. With a window, `cache` must be one of that
-            window.
-        sinks: [heads], logits that are added to the softmax's sum only; None: no sinks.
-        value_norm: epsilon of a norm without weight of each head of v, equal to that of the other norms; None: no norm.
-        pieces: those of q_norm's weight, k_norm's and rope.periods in one array, if kernels take them so.
-        query_scale: scales queries by their rotary positions; None: they are not scaled.
-        chunked: whether a query sees, of its own chunk of `window` positions, those up to its own.
         joined: [B, L, ...], for each position q, k and v one after another, if there is such an array.
         seen: of one token that the kernels take, the positions that it attends to; None: all.
 
@@ -129,7 +140,6 @@ def attend(
         [B, L, heads * V]
     """
     B, L, _, D = k.shape
-    terms = Terms(q_norm, k_norm, rope, scale, window, sinks, value_norm, pieces, query_scale, chunked)
     if isinstance(cache, StepRows):
         has_kernels = kernels_take(q, refusal, True, D, v.shape[-1])
         compute = partial(_on_kernels if has_kernels else _of_row, terms)
@@ -142,7 +152,7 @@ def attend(
         return _on_kernels(terms, StepRows([cache]), q, k, v, joined, seen)
     v = terms.values(v)
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
-    q, k = prepared(q, q_norm, rope, position, query_scale), prepared(k, k_norm, rope, position)
+    q, k = terms.queries(q, position), terms.keys(k, position)
     out = (_span_native if is_native else _span_ops)(q, k, v, cache, terms).reshape(B, L, -1)
     return out if gate is None else out * sigmoid(gate.reshape(B, L, -1))
 
@@ -193,16 +203,7 @@ def _span_ops(q: mx.array, k: mx.array, v: mx.array, cache: Steps, terms: Terms)
 
 
 def _of_row(terms: Terms, rows: StepRows, q: Array, k: Array, v: Array, joined: Array | None) -> Array:
-    return attend(q, k, v, rows.cache, **terms._asdict())
-
-
-def prepared(
-    x: Array, norm: Norm | None, rope: Rope | None, position: int | AnyArray, query_scale: QueryFactor | None = None
-) -> Array:
-    """Queries or keys [B, L, heads, D] normed, scaled and rotated, in attention's layout: [B, heads, L, D] for MLX."""
-    x = scaled_queries(x if norm is None else norm(x), position, query_scale)
-    x = laid_out(x)
-    return x if rope is None else rope(x, position)
+    return attend(q, k, v, rows.cache, terms)
 
 
 @planned("attend")
@@ -230,6 +231,7 @@ def _step_native(q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, term
         factor * terms.scale,
         window=offset % terms.window + 1 if terms.chunked and terms.window else terms.window,
         sinks=None if sinks is None else view(sinks),
+        rotates_first=terms.rotates_first,
     )
     cache.advance(held.recent)
     if q.shape[-1] > D:
@@ -362,7 +364,7 @@ def plan_row(
     types: tuple[mx.Dtype, mx.Dtype | None, mx.Dtype],
     capacity: int,
     turn: tuple[int, bool],
-    limits: tuple[int | None, bool, bool, bool],
+    limits: tuple[int | None, bool, bool, bool, bool],
     seen: SeenSizes,
 ) -> tuple[Launch, Launch]:
     """The launch over pieces of positions and that of their sum, for one row. `shapes`: [heads, width] of q, k and v;
@@ -370,15 +372,15 @@ def plan_row(
     neighbours.
     """
     (heads, stride), (kv_heads, width), (_, value_width) = shapes
-    window, has_sinks, norms_values, chunked = limits
+    window, has_sinks, norms_values, chunked, rotates_first = limits
     shared = heads // kv_heads
     abreast = max(n for n in range(1, HEADS + 1) if shared % n == 0)
     positions = (128 if width <= 128 else 64) // types[0].size  # positions of a piece: keys of up to 16 KB
     sizes = {"X": types[0], "H": heads, "D": width, "V": value_width, "P": positions, "WINDOW": window or 0}
     sizes |= {"CHUNKED": int(chunked), "PIECE": heads, **seen.template}
     template = sizes | {"K": types[2], "W": types[1] or types[0], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
-    template |= {"NORM": int(types[1] is not None), "DIMS": turn[0], "INTERLEAVED": int(turn[1]), "RECENT": RECENT}
-    template |= {"VNORM": int(norms_values), "LISTS": seen.lists, "APPENDED": 0}
+    template |= {"NORM": (1 + rotates_first) * (types[1] is not None), "DIMS": turn[0], "INTERLEAVED": int(turn[1])}
+    template |= {"VNORM": int(norms_values), "LISTS": seen.lists, "APPENDED": 0, "RECENT": RECENT}
     # A window of n positions may span one piece more than it fills; a short text has fewer.
     pieces = ceildiv(seen.most or capacity + RECENT, positions)
     pieces = pieces if window is None else ceildiv(window - 1, positions) + 1

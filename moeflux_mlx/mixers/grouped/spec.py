@@ -19,6 +19,7 @@ class GroupedQuery(Mixer):
         rotation: of queries and keys; None: positions are not encoded.
         norm: RMS norm of queries and keys: of each "head" (weight [head_dim]), of all heads at once ("flat", weight
             [heads * head_dim]), of each head without a weight ("unit"), or none.
+        rotates_first: whether the norms of each head take rotated queries and keys.
         bias, output_bias: whether the projections to q, k and v, and the one from the heads, add a bias.
         gate: "joined": the query projection holds, for each head, the query and then a gate whose sigmoid multiplies
             the head's output. "sigmoid": the same with gates from a separate projection (`g_proj`), one per value.
@@ -60,6 +61,7 @@ class GroupedQuery(Mixer):
     gate_bias: bool = False
     query_scale: QueryFactor | None = None
     chunked: bool = False
+    rotates_first: bool = False
 
     @property
     def attention(self) -> Attending:
@@ -88,6 +90,7 @@ class GroupedQuery(Mixer):
         check_width("num_attention_heads * v_head_dim", self.heads * self.value_width)
         if self.window is not None:
             check_window(self.window)
+        assert not self.rotates_first or (self.norm == "head" and self.blocks is None), "no norms behind a rotation"
         if self.blocks is not None:
             self._check_blocks(self.blocks)
 
