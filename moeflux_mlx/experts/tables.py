@@ -189,7 +189,8 @@ class PendingRows:
         """
         self._wait()
         B, heads = self._places.shape[0], self._places.shape[2]
-        values = unpacked_rows(self._target[self._places[:, start:end].reshape(-1)], self._reader.files.form)
+        files, rows = self._reader.files, self._target[self._places[:, start:end].reshape(-1)]
+        values = unpacked_rows(rows, files.form) if files.values is None else mx.array(files.values(rows))
         return values.reshape(B, end - start, heads * values.shape[-1])
 
     def _wait(self) -> None:

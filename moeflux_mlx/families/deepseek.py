@@ -95,22 +95,11 @@ FAMILIES = dict.fromkeys(TYPES, Family(_deepseek_v3, renames=RENAMES, head=NEXT_
 }
 
 
-def _gguf(read: Metadata) -> JsonDict:
-    """DeepSeek-V3, Kimi K2 and GLM-4.7-Flash, whose configurations are read alike.
-
-    Attention is stored as attention to one latent head: the sizes of the heads are those that end in `_mla`. Files
-    written before llama.cpp knew groups of experts lack them; of these models only DeepSeek-V3's 61 layers of 256
-    experts have any.
-    """
-    scaling, rotated = read.rope_scaling(), read.count("rope.dimension_count")
-    read.must_equal("rope.scaling.attn_factor", 1)  # llama.cpp multiplies the scores of attention by it too
-    mscale = round(10 * read.number("rope.scaling.yarn_log_multiplier", 0.0), 6)  # nothing without YaRN
-    if scaling is not None:
-        scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
-    config = {"model_type": "deepseek_v3", **read.sizes(), **read.noaux()}
-    if read.count("expert_group_count", None) is None and (read.layers, config["num_experts"]) == (61, 256):
-        config |= {"n_group": 8, "topk_group": 4}
-    return config | {
+def gguf_latent(read: Metadata) -> JsonDict:
+    """The sizes of latent attention, which is stored as attention to one latent head: those of the model's heads have
+    keys that end in `_mla`."""
+    rotated = read.count("rope.dimension_count")
+    return {
         "num_attention_heads": read.count("attention.head_count"),
         "q_lora_rank": read.count("attention.q_lora_rank", None),
         "kv_lora_rank": read.count("attention.kv_lora_rank"),
@@ -118,9 +107,37 @@ def _gguf(read: Metadata) -> JsonDict:
         "qk_nope_head_dim": (read.count("attention.key_length_mla", None) or read.count("attention.key_length"))
         - rotated,
         "v_head_dim": read.count("attention.value_length_mla", None) or read.count("attention.value_length"),
-        "rope_theta": read.theta(),
-        "rope_scaling": scaling,
     }
+
+
+def gguf_indexer(read: Metadata) -> JsonDict:
+    """The sizes of indexers, and which layers have one: where no key says it, those with its tensors."""
+    stated = read.each_layer("attention.indexer.types", bool, [])
+    names = (f"blk.{layer}.indexer.attn_k.weight" for layer in range(read.layers))
+    has_own = stated or [name in read.tensors for name in names]
+    return {
+        "index_n_heads": read.count("attention.indexer.head_count"),
+        "index_head_dim": read.count("attention.indexer.key_length"),
+        "index_topk": read.count("attention.indexer.top_k"),
+        "indexer_types": [FULL if one else SHARED for one in has_own],
+    }
+
+
+def _gguf(read: Metadata, model_type: str = "deepseek_v3") -> JsonDict:
+    """DeepSeek-V3, Kimi K2 and GLM-4.7-Flash, whose configurations are read alike.
+
+    Files written before llama.cpp knew groups of experts lack them; of these models only DeepSeek-V3's 61 layers of
+    256 experts have any.
+    """
+    scaling = read.rope_scaling()
+    read.must_equal("rope.scaling.attn_factor", 1)  # llama.cpp multiplies the scores of attention by it too
+    mscale = round(10 * read.number("rope.scaling.yarn_log_multiplier", 0.0), 6)  # nothing without YaRN
+    if scaling is not None:
+        scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
+    config = {"model_type": model_type, **read.sizes(), **read.noaux()}
+    if read.count("expert_group_count", None) is None and (read.layers, config["num_experts"]) == (61, 256):
+        config |= {"n_group": 8, "topk_group": 4}
+    return config | {**gguf_latent(read), "rope_theta": read.theta(), "rope_scaling": scaling}
 
 
 LATENT_NAMES = (
@@ -129,13 +146,21 @@ LATENT_NAMES = (
     *(("attn_kv_a_norm.", "self_attn.kv_a_layernorm."), ("attn_kv_b.", "self_attn.kv_b_proj.")),
     *(("attn_k_b.", "self_attn.embed_q."), ("attn_v_b.", "self_attn.unembed_out.")),
 )
+INDEXER_NAMES = (
+    *(("indexer.attn_q_b.", "self_attn.indexer.wq_b."), ("indexer.attn_k.", "self_attn.indexer.wk.")),
+    *(("indexer.k_norm.", "self_attn.indexer.k_norm."), ("indexer.proj.", "self_attn.indexer.weights_proj.")),
+)
+GGUF_NAMES = (*LATENT_NAMES, *INDEXER_NAMES, *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT)
+OF_LATENT_HEAD = dict.fromkeys(
+    ("attention.head_count_kv", "attention.key_length", "attention.value_length"),
+    "they describe the latent head, whose sizes other keys have",
+)
 GGUF = {
-    "deepseek2": GgufFamily(
-        _gguf,
-        (*LATENT_NAMES, *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT),
-        unread=dict.fromkeys(
-            ("attention.head_count_kv", "attention.key_length", "attention.value_length"),
-            "they describe the latent head, whose sizes other keys have",
-        ),
-    )
+    "deepseek2": GgufFamily(_gguf, GGUF_NAMES, unread=OF_LATENT_HEAD),
+    "deepseek32": GgufFamily(
+        lambda read: _gguf(read, "deepseek_v32") | gguf_indexer(read), GGUF_NAMES, unread=OF_LATENT_HEAD
+    ),
+    "glm-dsa": GgufFamily(
+        lambda read: _gguf(read, "glm_moe_dsa") | gguf_indexer(read), GGUF_NAMES, unread=OF_LATENT_HEAD
+    ),
 }

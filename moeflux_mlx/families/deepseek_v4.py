@@ -7,6 +7,7 @@ from ..files import JsonDict
 from ..kinds import Activation, Experts, HyperConnections, Indexer, LayerSpec, Residual, Rotation, Yarn
 from ..mixers.compressed.spec import Compressed, Compressor
 from .fields import Family, Fields, common, grouped_experts, layer_count, layer_kinds, rotation
+from .gguf import DENSE, EXPERTS, NORM, SHARED_EXPERT, SQRT_SOFTPLUS, STREAMS, GgufFamily, Metadata
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 OF_RATIO = {0: SLIDING, 4: SPARSE, 128: HEAVY}  # of the published `compress_ratios`
@@ -124,3 +125,49 @@ RENAMES = (
     *((".gate.e_score_correction_bias", ".e_score_correction_bias"), (".gate.tid2eid", ".tid2eid")),
 )
 FAMILIES = {"deepseek_v4": Family(_deepseek_v4, renames=RENAMES, grouped=(".wo_a",))}
+
+
+def _gguf(read: Metadata) -> JsonDict:
+    width, streams = read.head_width(1), read.count("hyper_connection.count")
+    read.must_equal("attention.head_count_kv", 1)
+    read.must_equal("embedding_length_out", streams * read.count("embedding_length"))
+    return {
+        "model_type": "deepseek_v4",
+        **read.sizes(),
+        **read.noaux(SQRT_SOFTPLUS),
+        "num_attention_heads": read.count("attention.head_count"),
+        "head_dim": width,
+        "q_lora_rank": read.count("attention.q_lora_rank"),
+        "qk_rope_head_dim": read.count("rope.dimension_count"),
+        "rope_theta": read.theta(),
+        "compress_rope_theta": read.number("attention.compress_rope_freq_base"),
+        "rope_scaling": read.rope_scaling(),
+        "sliding_window": read.count("attention.sliding_window"),
+        "o_groups": read.count("attention.output_group_count"),
+        "o_lora_rank": read.count("attention.output_lora_rank"),
+        "compress_ratios": read.each_layer("attention.compress_ratios", int),
+        "index_n_heads": read.count("attention.indexer.head_count"),
+        "index_head_dim": read.count("attention.indexer.key_length"),
+        "index_topk": read.count("attention.indexer.top_k"),
+        "num_hash_layers": read.count("hash_layer_count"),
+        "swiglu_limit": read.limit("swiglu_clamp_exp", "swiglu_clamp_shexp"),
+        "hc_mult": streams,
+        "hc_sinkhorn_iters": read.count("hyper_connection.sinkhorn_iterations"),
+        "hc_eps": read.number("hyper_connection.epsilon"),
+    }
+
+
+GGUF_NAMES = (
+    *((f"attn_{theirs}.", f"self_attn.{ours}.") for theirs, ours in (("q_a", "wq_a"), ("q_b", "wq_b"), ("kv", "wkv"))),
+    *(("attn_q_a_norm.", "self_attn.q_norm."), ("attn_kv_a_norm.", "self_attn.kv_norm.")),
+    *(("attn_output_a.", "self_attn.wo_a."), ("attn_output_b.", "self_attn.wo_b.")),
+    *(("attn_sinks.weight", "self_attn.attn_sink"), ("ffn_gate_tid2eid.weight", "mlp.tid2eid")),
+    *(("indexer.proj.", "self_attn.indexer.weights_proj."), ("indexer.attn_q_b.", "self_attn.indexer.wq_b.")),
+    *(
+        (f"{theirs}_compressor_{part}", f"self_attn.{ours}compressor.{name}")
+        for theirs, ours in (("attn", ""), ("indexer", "indexer."))
+        for part, name in (("ape.weight", "ape"), ("norm.", "norm."), ("gate.", "wgate."), ("kv.", "wkv."))
+    ),
+    ("attn_norm.", "input_layernorm."),
+)
+GGUF = {"deepseek4": GgufFamily(_gguf, (*GGUF_NAMES, *STREAMS, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}

@@ -17,6 +17,7 @@ from .fields import (
     layer_kinds,
     layers,
 )
+from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, GgufFamily, Metadata
 
 
 def _dots1(read: Fields) -> JsonDict:
@@ -39,3 +40,11 @@ def _kinds(read: Fields) -> list[str]:
 
 
 FAMILIES = {"dots1": Family(_dots1, renames=RENAMES)}
+
+
+def _gguf(read: Metadata) -> JsonDict:
+    """llama.cpp knows no windows in this architecture, as all published models see all positions."""
+    return {"model_type": "dots1", **read.sizes(), **read.attention(), **read.noaux()}
+
+
+GGUF = {"dots1": GgufFamily(_gguf, (*ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..files import JsonDict
 from .gguf_rope import Rotations
 
-SIGMOID = 2  # a value of `expert_gating_func`
+SIGMOID, SQRT_SOFTPLUS = 2, 4  # values of `expert_gating_func`
 
 
 class Metadata(Rotations):
@@ -73,14 +73,21 @@ class Metadata(Rotations):
         width = self.count("attention.key_length")
         return share_of(self.count("rope.dimension_count", width), width)
 
-    def noaux(self) -> JsonDict:
-        """The fields of DeepSeek-V3's router and shared expert."""
-        self.must_equal("expert_gating_func", SIGMOID)
+    def noaux(self, gating: int = SIGMOID) -> JsonDict:
+        """The fields of DeepSeek-V3's router and shared expert; `gating`: how logits become scores."""
+        self.must_equal("expert_gating_func", gating)
         return {
             **self.experts(),
+            **self.router(),
             "intermediate_size": self.count("feed_forward_length", None),
             "first_k_dense_replace": self.count("leading_dense_block_count", 0),
             "n_shared_experts": self.count("expert_shared_count", 0),
+        }
+
+    def router(self) -> JsonDict:
+        """The fields of a router with groups of experts."""
+        return {
+            **self.choice(),
             "n_group": self.count("expert_group_count", 1),
             "topk_group": self.count("expert_group_used_count", 1),
             "routed_scaling_factor": self.weights_scale(),
@@ -150,12 +157,16 @@ class GgufFamily:
             A tensor of another shape than the config says is not changed: the model refuses it by its shape. So no
             number of a file decides how large an array is.
         unread: keys that need not be read, and why, besides `gguf_keys.UNREAD`.
+        joined: tensors that the model has as one, by its name behind "model.layers.N.": theirs in order.
+        stem: what stands for "model.layers." in all of this.
     """
 
     reader: Callable[[Metadata], GgufConfig]
     names: tuple[tuple[str, str], ...]
     change: Changes = lambda config, name, shape: None
     unread: Mapping[str, str] = field(default_factory=dict)
+    joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    stem: str = "model.layers."
 
     def config(self, read: Metadata) -> GgufConfig:
         """The family's config.json.
@@ -172,6 +183,9 @@ FUSED, DOWN = "ffn_gate_up_exps.weight", ("ffn_down_exps.weight", "mlp.experts.d
 OUTER = (
     *(("token_embd.", "model.embed_tokens."), ("output_norm.", "model.norm."), ("output.", "lm_head.")),
     ("token_embd_norm.", "model.norm."),  # of LFM2, in spite of the name
+    *((f"output_hc_{one}.weight", f"model.hc_head.{one}") for one in ("fn", "base", "scale")),
+    *(("output_hc_norm.", "model.hc_head.hc_norm."), ("output_hc_down.", "model.hc_head.input_mix_weight_down.")),
+    ("output_hc_up.", "model.hc_head.input_mix_weight_up."),
 )
 ATTENTION = (
     *(("attn_norm.", "input_layernorm."), ("attn_output.", "self_attn.o_proj.")),
@@ -188,6 +202,11 @@ EXPERTS = (
 SHARED_EXPERT = (
     *((f"ffn_{one}_shexp.", f"mlp.shared_expert.{one}_proj.") for one in ("gate", "up", "down")),
     *(("ffn_gate_inp_shexp.", "mlp.shared_expert_gate."), ("exp_probs_b.bias", "mlp.e_score_correction_bias")),
+    ("exp_probs_b", "mlp.e_score_correction_bias"),  # of some architectures
+)
+# Of streams, and what makes one of them of the last layer's.
+STREAMS = (
+    *((f"hc_{part}_{one}.weight", f"{part}_hc.{one}") for part in ("attn", "ffn") for one in ("fn", "base", "scale")),
 )
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 
@@ -202,7 +221,7 @@ def renamed_tensor(name: str, family: GgufFamily, tensors: Container[str] = ()) 
     if block is None:
         return None, _begun(name, OUTER)
     layer, is_fused = int(block[1]), f"blk.{block[1]}.{FUSED}" in tensors
-    return layer, f"model.layers.{layer}.{_begun(block[2], (DOWN, *family.names) if is_fused else family.names)}"
+    return layer, f"{family.stem}{layer}.{_begun(block[2], (DOWN, *family.names) if is_fused else family.names)}"
 
 
 def _begun(name: str, names: tuple[tuple[str, str], ...]) -> str:

@@ -22,7 +22,7 @@ UNREAD: Mapping[str, str] = {
     "expert_shared_feed_forward_length": "the shapes of tensors say it",
     "expert_shared_count": "the shapes of tensors say it",
     "vocab_size": "the rows of the embedding say it",
-    "attention.layer_norm_epsilon": "only norms with a mean have it, and there are none",
+    "attention.layer_norm_epsilon": "only norms with a mean have it; families with some read it",
     "rope.dimension_sections": "all axes have one position in text",
     "rope.scaling.finetuned": "llama.cpp only prints it, except for granitehybrid, which reads it",
     "tensor_data_layout": "the names and shapes of tensors say it",
@@ -43,6 +43,13 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "attention.causal": (True,),
     "hidden_activation": ("silu",),
 }
+
+
+def shortened(value: JsonValue) -> JsonValue:
+    """A float, or each of a list, as short as float32 needs it: 1e-6, not 9.999999974752427e-07."""
+    if isinstance(value, list):
+        return [shortened(one) for one in value]
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def is_needed(key: str, entries: Mapping[str, JsonValue], unread: Container[str]) -> bool:
@@ -132,9 +139,8 @@ class Keys:
         return self.anywhere(f"{self.architecture}.{key}", int, default)
 
     def number(self, key: str, default: JsonValue = MISSING) -> JsonValue:
-        """A float of this architecture, as short as float32 needs it: 1e-6, not 9.999999974752427e-07."""
-        value = self.anywhere(f"{self.architecture}.{key}", float, default)
-        return float(str(np.float32(value))) if isinstance(value, float) else value
+        """A float of this architecture."""
+        return shortened(self.anywhere(f"{self.architecture}.{key}", float, default))
 
     def flag(self, key: str, default: JsonValue = MISSING) -> JsonValue:
         """A truth value of this architecture."""
@@ -162,6 +168,24 @@ class Keys:
             raise ConfigError(f"GGUF metadata {self.architecture}.{key} has no {kind.__name__} for each layer")
         return list(values[: self.layers])
 
+    def each_number(self, key: str) -> list[float] | None:
+        """The floats of a key that has one for each layer; None: it is missing."""
+        values = self.each_layer(key, float, [])
+        return [shortened(one) for one in values] or None
+
+    def limit(self, *keys: str) -> float | None:
+        """The number that the first of these keys has for all layers; None: it is missing.
+
+        Raises:
+            ConfigError: layers differ, or another of the keys has another number.
+        """
+        numbers = {one for key in keys for one in self.each_number(key) or ()}
+        if len(numbers) > 1:
+            raise ConfigError(
+                f"GGUF metadata {self.architecture}.{keys[0]} has {len(numbers)} numbers, which is not implemented"
+            )
+        return next(iter(numbers), None)
+
     def heads_or_none(self) -> list[int]:
         """Key heads of each layer: of those with attention all the same, of the others 0.
 
@@ -188,7 +212,7 @@ class Keys:
 
     def must_equal(self, key: str, wanted: object) -> None:
         """Raises ConfigError: the key has another value."""
-        value = self._value(f"{self.architecture}.{key}")
+        value = shortened(self._value(f"{self.architecture}.{key}"))
         if value is not None and value != wanted:
             raise ConfigError(
                 f"GGUF metadata {self.architecture}.{key} is {str(value)[:60]}; only {wanted} is implemented"

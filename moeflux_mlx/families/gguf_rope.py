@@ -87,6 +87,11 @@ class Rotations(Keys):
         self.need_not_read("rope.scale_linear", *(f"rope.scaling.{name}" for name in SCALING))
         return None
 
+    def must_be_unscaled(self) -> None:
+        """Raises ConfigError: rotations are scaled."""
+        self.must_equal("rope.scaling.type", "none")
+        self.rope_scaling()
+
     def _yarn(self) -> JsonDict:
         """As `rope_scaling`. Two factors multiply what is rotated: `attn_factor` beside YaRN's own factor, and
         `yarn_attn_factor` in its place (`attention_factor` of config.json)."""

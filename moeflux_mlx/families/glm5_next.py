@@ -1,6 +1,7 @@
 """GLM-5.3-Flash (`glm5_next`): Kimi's delta rule, and latent attention without rotations over blocks of positions that
 an indexer chooses, between DeepSeek-V4's streams."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from ..files import JsonDict
 from ..kinds import Activation, Dense, Experts, HyperConnections, Indexer, KeyBlocks, LayerSpec, Mixer, Residual
 from ..mixers.delta.spec import LEAST_FLOOR, ChannelDecay, Delta
 from ..mixers.latent.spec import Latent
-from .deepseek import FULL, latent_sizes
+from .deepseek import FULL, GGUF_NAMES, OF_LATENT_HEAD, gguf_indexer, gguf_latent, latent_sizes
 from .deepseek import RENAMES as OF_DEEPSEEK
 from .fields import (
     LINEAR,
@@ -27,6 +28,7 @@ from .fields import (
     noaux_experts,
 )
 from .fused_rows import grouped_rows
+from .gguf import STREAMS, Change, GgufFamily, Metadata
 
 SPARSE = ("deepseek_sparse_attention", "indexed_attention", "full_attention")  # the publisher's and transformers' words
 
@@ -154,3 +156,59 @@ RENAMES = (
     *OF_DEEPSEEK,
 )
 FAMILIES = {"glm5_next": Family(_glm5_next, renames=RENAMES, fused_rows=joined_rows, head=NEXT_LAYER)}
+
+
+def gguf_delta(read: Metadata) -> JsonDict:
+    """Which layers have the delta rule, those without key heads, and the fields of Kimi's; nothing rotates."""
+    read.must_be_unscaled()
+    kinds = read.heads_or_none()
+    return {
+        "layer_types": [SPARSE[-1] if count else LINEAR for count in kinds],
+        "linear_attn_config": {
+            "num_heads": read.count("attention.head_count"),
+            "head_dim": read.count("kda.head_dim"),
+            "short_conv_kernel_size": read.count("ssm.conv_kernel"),
+            "gate_lower_bound": read.number("kda.gate_lower_bound", None),
+        },
+    }
+
+
+def _gguf(read: Metadata) -> JsonDict:
+    read.must_equal("attention.layer_norm_epsilon", 1e-6)
+    read.must_equal("attention.indexer.kpool_select_tail", True)
+    return {
+        "model_type": "glm5_next",
+        **read.sizes(),
+        **read.noaux(),
+        **gguf_latent(read),
+        **gguf_indexer(read),
+        **gguf_delta(read),
+        "index_kpool": read.count("attention.indexer.kpool"),
+        "indexer_types": None,
+        "swiglu_limit": read.limit("swiglu_clamp_exp", "swiglu_clamp_shexp"),
+        "hc_mult": read.count("hyper_connection.count"),
+        "hc_sinkhorn_iters": read.count("hyper_connection.sinkhorn_iterations"),
+        "hc_eps": read.number("hyper_connection.epsilon"),
+    }
+
+
+def delta_change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change | None:
+    """llama.cpp stores -exp(A_log), and weights of convolutions with axes of length 1 around channels and taps."""
+    if name.endswith("conv1d.weight"):
+        return Change((shape[-3], 1, shape[-1])) if len(shape) == 4 and shape[0] == shape[2] == 1 else None
+    return Change((math.prod(shape),), values=lambda values: np.log(-values)) if name.endswith(".A_log") else None
+
+
+DELTA_NAMES = (
+    *((f"ssm_conv1d_{one}.", f"self_attn.{one}_conv1d.") for one in "qkv"),
+    *((f"ssm_{part}.", f"self_attn.{part}_proj.") for part in ("f_a", "f_b", "g_a", "g_b")),
+    *(("ssm_a", "self_attn.A_log"), ("ssm_dt.bias", "self_attn.dt_bias")),
+    *(("ssm_beta.", "self_attn.b_proj."), ("ssm_norm.", "self_attn.o_norm.")),
+)
+POOL_NAMES = (
+    ("indexer_compressor_ape.weight", "self_attn.indexer.ape"),
+    ("indexer_compressor_gate.weight", "self_attn.indexer.wgate.weight"),
+)
+GGUF = {
+    "glm5-next": GgufFamily(_gguf, (*DELTA_NAMES, *POOL_NAMES, *STREAMS, *GGUF_NAMES), delta_change, OF_LATENT_HEAD)
+}

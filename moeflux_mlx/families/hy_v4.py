@@ -8,9 +8,19 @@ from dataclasses import replace
 
 from ..files import JsonDict
 from ..kinds import Activation, IndependentConnections, Indexer, Residual
-from .deepseek import FULL, SHARED, indexer_types, latent_attention
+from .deepseek import (
+    FULL,
+    GGUF_NAMES,
+    OF_LATENT_HEAD,
+    SHARED,
+    gguf_indexer,
+    gguf_latent,
+    indexer_types,
+    latent_attention,
+)
 from .deepseek import RENAMES as OF_DEEPSEEK
 from .fields import Family, Fields, after_dense_layers, common, layer_count, layers, noaux_experts
+from .gguf import STREAMS, GgufFamily, Metadata
 
 # Of transformers' class, where the published file leaves a field out.
 USUAL = {"first_k_dense_replace": 1, "rope_theta": 1e4, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
@@ -57,3 +67,28 @@ FAMILIES = {
     "hy_v4": Family(_hy_v4, renames=RENAMES),
     "hy_v4_vl": Family(lambda read: _hy_v4(read, index_heads=32, latent_eps=None), renames=RENAMES),
 }
+
+
+def _gguf(read: Metadata) -> JsonDict:
+    """As in the container in which Hy4 was published."""
+    return {
+        "model_type": "hy_v4_vl",
+        **read.sizes(),
+        **read.noaux(),
+        **gguf_latent(read),
+        **gguf_indexer(read),
+        "rope_theta": read.theta(),
+        "rope_scaling": read.rope_scaling(),
+        "swiglu_limit": read.limit("swiglu_clamp_exp") or 0.0,
+        "hc_mult": read.count("hyper_connection.count"),
+        "hc_eps": read.number("hyper_connection.epsilon"),
+        "hc_magnitude": read.number("hyper_connection.magnitude"),
+    }
+
+
+NAMES = (
+    *(("attn_sinks.weight", "self_attn.sinks"), ("attn_gate.", "self_attn.g_proj.")),
+    *STREAMS,
+    *GGUF_NAMES,
+)
+GGUF = {"hy_v4": GgufFamily(_gguf, NAMES, unread=OF_LATENT_HEAD)}

@@ -11,8 +11,8 @@ from ..files import JsonDict
 from ..kinds import Activation, BlockSums, Dense, Experts, LayerSpec, Mixer, Residual, Rotation
 from ..mixers.delta.spec import LEAST_FLOOR, ChannelDecay, Delta
 from ..mixers.latent.spec import Latent
+from .deepseek import GGUF_NAMES, OF_LATENT_HEAD, gguf_latent, latent_sizes
 from .deepseek import RENAMES as OF_DEEPSEEK
-from .deepseek import latent_sizes
 from .fields import (
     FULL,
     LINEAR,
@@ -27,7 +27,8 @@ from .fields import (
     noaux_experts,
     out_of_range,
 )
-from .glm5_next import joined_rows, linear_sizes, of_linear_attention
+from .gguf import GgufFamily, Metadata
+from .glm5_next import DELTA_NAMES, delta_change, gguf_delta, joined_rows, linear_sizes, of_linear_attention
 from .minimax import RENAMES as OF_EXPERTS
 
 
@@ -125,3 +126,21 @@ RENAMES = (
 FAMILIES = dict.fromkeys(
     ("kimi_linear", "kimi_k3"), Family(_kimi_linear, renames=RENAMES, fused_rows=joined_rows, longer=("A_log",))
 )
+
+
+def _gguf(read: Metadata) -> JsonDict:
+    """llama.cpp always normalises the routing weights of this architecture, as the published model does. It takes the
+    epsilon of all norms for latents too; here it is the publisher's.
+    """
+    return {
+        "model_type": "kimi_linear",
+        **read.sizes(),
+        **read.noaux(),
+        **gguf_latent(read),
+        **gguf_delta(read),
+        "norm_topk_prob": True,
+    }
+
+
+UNREAD = {**OF_LATENT_HEAD, "rope.freq_base": "no values of heads rotate"}
+GGUF = {"kimi-linear": GgufFamily(_gguf, (*DELTA_NAMES, *GGUF_NAMES), delta_change, UNREAD)}

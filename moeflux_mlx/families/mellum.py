@@ -17,6 +17,7 @@ from .fields import (
     layers,
     of_kind,
 )
+from .gguf import ATTENTION, EXPERTS, NORM, GgufFamily, Metadata
 
 # Of transformers' class, where the file leaves a field out.
 ROPE = {FULL: {"rope_theta": 5e5}, SLIDING: {"rope_theta": 1e4}}
@@ -34,3 +35,26 @@ def _mellum(read: Fields) -> JsonDict:
 
 
 FAMILIES = {"mellum": Family(_mellum)}
+
+
+def _gguf(read: Metadata) -> JsonDict:
+    """Layers with a window rotate by a base of their own, and YaRN scales the others. llama.cpp always normalises the
+    routing weights of this architecture, as the published model does."""
+    attention = read.attention()
+    theta, scaling = attention.pop("rope_theta"), attention.pop("rope_scaling")
+    slides = read.each_layer("attention.sliding_window_pattern", bool)
+    return {
+        "model_type": "mellum",
+        **read.sizes(),
+        **attention,
+        **read.experts(),
+        "layer_types": [SLIDING if one else FULL for one in slides],
+        "sliding_window": read.count("attention.sliding_window"),
+        "rope_parameters": {
+            FULL: {"rope_theta": theta, **(scaling or {})},
+            SLIDING: {"rope_theta": read.number("rope.freq_base_swa", theta)},
+        },
+    }
+
+
+GGUF = {"mellum": GgufFamily(_gguf, (*ATTENTION, *NORM, *EXPERTS))}

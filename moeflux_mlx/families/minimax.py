@@ -19,7 +19,7 @@ from .fields import (
     layers,
     scale,
 )
-from .gguf import ATTENTION, EXPERTS, NORM, SHARED_EXPERT, SIGMOID, GgufFamily, Metadata
+from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, SIGMOID, GgufFamily, Metadata
 
 SPARSE = "minimax_m3_sparse"
 
@@ -129,4 +129,39 @@ def _gguf(read: Metadata) -> JsonDict:
     return {**config, "intermediate_size": width, "rotary_dim": turned}
 
 
-GGUF = {"minimax-m2": GgufFamily(_gguf, (*ATTENTION, *NORM, *EXPERTS, *SHARED_EXPERT))}
+PUBLISHED_LIMIT = 7.0  # llama.cpp takes no other one; GGUF has no key for it
+
+
+def _gguf_m3(read: Metadata) -> JsonDict:
+    """The layers with experts have indexers."""
+    read.must_equal("expert_gating_func", SIGMOID)
+    read.must_equal("expert_weights_norm", True)
+    width, dense = read.count("expert_feed_forward_length"), read.count("leading_dense_block_count", 0)
+    flags = [int(layer >= dense) for layer in range(read.layers)]
+    has_own = [int(f"blk.{layer}.indexer.k_proj.weight" in read.tensors) for layer in range(read.layers)]
+    names = {"num_index_heads": "head_count", "index_dim": "key_length", "topk_blocks": "top_k"}
+    names |= {"block_size": "block_size", "local_block": "local_blocks"}
+    return {
+        "model_type": "minimax_m3_vl",
+        **read.sizes(),
+        **read.attention(),
+        **read.choice(),
+        "intermediate_size": width,
+        "shared_intermediate_size": width * read.count("expert_shared_count"),
+        "dense_intermediate_size": read.count("feed_forward_length"),
+        "rotary_dim": read.count("rope.dimension_count"),
+        "moe_layer_freq": flags,
+        "routed_scaling_factor": read.weights_scale(),
+        "swiglu_limit": PUBLISHED_LIMIT,
+        "sparse_attention_config": {
+            "sparse_attention_freq": has_own,
+            **{f"sparse_{ours}": read.count(f"attention.indexer.{theirs}") for ours, theirs in names.items()},
+        },
+    }
+
+
+M3_NAMES = (("indexer.", "self_attn.indexer."),)
+GGUF = {
+    "minimax-m2": GgufFamily(_gguf, (*ATTENTION, *NORM, *EXPERTS, *SHARED_EXPERT)),
+    "minimax-m3": GgufFamily(_gguf_m3, (*M3_NAMES, *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT)),
+}

@@ -6,12 +6,15 @@ The published layers have a mixer or experts; a layer of ours is a mixer with th
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from ..errors import ConfigError
 from ..files import JsonDict
 from ..kinds import Activation, Experts, LayerSpec, Mixer, SharedExpert
 from ..mixers.grouped.spec import GroupedQuery
 from ..mixers.mamba.spec import Mamba2
 from .fields import MOST_LAYERS, Family, Fields, experts, out_of_range, scale, sizes
+from .gguf import Change, GgufFamily, Metadata, neighbours_apart
 
 MAMBA, ATTENTION, EXPERTS = "M", "*", "E"
 BLOCK_TYPES = {
@@ -124,3 +127,65 @@ RENAMES = (
     (".mlp.shared_experts.", ".mlp.shared_expert."),
 )
 FAMILIES = {"nemotron_h": Family(_nemotron_h, renames=RENAMES, numbered=_numbered)}
+
+
+def _gguf(read: Metadata) -> JsonDict:
+    """A block has key heads, experts of some width, or neither, and then Mamba. Its router's scores are sigmoids, by
+    llama.cpp and the published models."""
+    kv_heads, widths = read.heads_or_none(), read.each_layer("feed_forward_length", int)
+    pattern = [ATTENTION if kv else EXPERTS if width else MAMBA for kv, width in zip(kv_heads, widths, strict=True)]
+    eps = read.number("attention.layer_norm_rms_epsilon", None) or read.number("attention.layer_norm_epsilon")
+    heads = read.count("attention.head_count")
+    read.must_equal("rope.scaling.finetuned", False)
+    read.must_be_unscaled()
+    return {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "".join(pattern),
+        "num_hidden_layers": read.layers,
+        "hidden_size": read.count("embedding_length"),
+        "max_position_embeddings": read.count("context_length"),
+        "layer_norm_epsilon": eps,
+        **read.router(),
+        "moe_intermediate_size": read.count("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": read.count("expert_shared_feed_forward_length"),
+        "n_shared_experts": read.count("expert_shared_count"),
+        "moe_latent_size": read.count("moe_latent_size", None),
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(kv_heads),
+        "head_dim": read.head_width(heads),
+        "mamba_num_heads": read.count("ssm.time_step_rank"),
+        "mamba_head_dim": read.quotient("ssm.inner_size", read.count("ssm.time_step_rank")),
+        "ssm_state_size": read.count("ssm.state_size"),
+        "n_groups": read.count("ssm.group_count"),
+        "conv_kernel": read.count("ssm.conv_kernel"),
+    }
+
+
+def _change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change | None:
+    """llama.cpp orders rows of queries and keys as if they rotated, stores -exp(A_log), and vectors with axes of length
+    1 or of groups."""
+    if name.endswith((".q_proj.weight", ".k_proj.weight")):
+        heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+        return neighbours_apart(heads, shape[0])
+    if name.endswith("conv1d.weight"):
+        return Change((*shape, 1))
+    if name.endswith(".A_log"):
+        return Change((math.prod(shape),), values=lambda values: np.log(-values))
+    return Change((math.prod(shape),)) if name.endswith((".D", "mixer.norm.weight")) else None
+
+
+NAMES = (
+    *(
+        (f"attn_{theirs}.", f"mixer.{ours}_proj.")
+        for theirs, ours in (("q", "q"), ("k", "k"), ("v", "v"), ("output", "o"))
+    ),
+    *((f"ffn_{one}_exps.", f"mixer.switch_mlp.{one}_proj.") for one in ("up", "down")),
+    *((f"ffn_{one}_shexp.", f"mixer.shared_experts.{one}_proj.") for one in ("up", "down")),
+    *(("ffn_latent_down.", "mixer.fc1_latent_proj."), ("ffn_latent_up.", "mixer.fc2_latent_proj.")),
+    *(("ffn_gate_inp.", "mixer.gate."), ("exp_probs_b.bias", "mixer.gate.e_score_correction_bias")),
+    *(("ssm_in.", "mixer.in_proj."), ("ssm_out.", "mixer.out_proj."), ("ssm_conv1d.", "mixer.conv1d.")),
+    *(("ssm_norm.", "mixer.norm."), ("ssm_dt.bias", "mixer.dt_bias"), ("ssm_a", "mixer.A_log"), ("ssm_d", "mixer.D")),
+    ("attn_norm.", "norm."),
+)
+UNREAD = dict.fromkeys(("rope.dimension_count", "rope.freq_base"), "no values of heads rotate")
+GGUF = {"nemotron_h_moe": GgufFamily(_gguf, NAMES, _change, UNREAD, stem="backbone.layers.")}

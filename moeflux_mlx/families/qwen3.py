@@ -153,7 +153,8 @@ def _gguf_layers(read: Metadata) -> JsonDict:
     return {"layer_types": [LINEAR if flag else FULL for flag in recurrent]} if recurrent else {}
 
 
-def _gguf_hybrid(read: Metadata, model_type: str) -> JsonDict:
+def gguf_hybrid(read: Metadata, model_type: str) -> JsonDict:
+    """Gated attention, linear attention, and experts with a shared one."""
     value_heads = read.count("ssm.time_step_rank")
     return {
         "model_type": model_type,
@@ -182,7 +183,7 @@ def _plain_change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change
     return Change((1, *shape)) if name == "mlp.shared_expert_gate.weight" and len(shape) == 1 else None
 
 
-def _tiled_change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change | None:
+def tiled_change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change | None:
     """Value heads are stored in another order: those of all first groups, then of all second ones, and so on."""
     plain = _plain_change(config, name, shape)
     if not name.startswith("linear_attn.") or name == "linear_attn.norm.weight":
@@ -205,7 +206,7 @@ def _tiled_change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change
 
 
 def _gguf_qwen3_5(read: Metadata) -> JsonDict:
-    config = _gguf_hybrid(read, "qwen3_5_moe")
+    config = gguf_hybrid(read, "qwen3_5_moe")
     rope = {name: config[name] for name in ("rope_theta", "partial_rotary_factor")}
     scaling = config["rope_scaling"] or {"type": "default"}
     return {**config, "rope_parameters": {**rope, "mrope_section": read.sections((11, 11, 10)), **scaling}}
@@ -225,7 +226,7 @@ LINEAR_NAMES = (
 HYBRID_NAMES = (*ATTENTION, *OTHER_NORM, *EXPERTS, *SHARED_EXPERT, *LINEAR_NAMES)
 GGUF = {
     "qwen3moe": GgufFamily(_gguf_moe, (*ATTENTION, *NORM, *EXPERTS)),
-    "qwen3next": GgufFamily(lambda read: _gguf_hybrid(read, "qwen3_next"), HYBRID_NAMES, _plain_change),
-    "qwen35moe": GgufFamily(_gguf_qwen3_5, HYBRID_NAMES, _tiled_change),
+    "qwen3next": GgufFamily(lambda read: gguf_hybrid(read, "qwen3_next"), HYBRID_NAMES, _plain_change),
+    "qwen35moe": GgufFamily(_gguf_qwen3_5, HYBRID_NAMES, tiled_change),
     "qwen2moe": GgufFamily(_gguf_qwen2, (*ATTENTION, *NORM, *EXPERTS, *SHARED_EXPERT), _plain_change, WINDOWLESS),
 }

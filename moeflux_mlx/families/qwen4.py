@@ -2,13 +2,17 @@
 indexer chooses, and n-grams, for which rows of large tables are added.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 from ..errors import ConfigError
 from ..files import JsonDict
 from ..kinds import GatedConnections, Indexer, KeyBlocks, LayerSpec, NGrams, Residual, SharedExpert
-from .fields import Family, Fields, common, experts, grouped_query, layer_count, layer_kinds
-from .qwen3 import FULL, LINEAR, delta
+from ..mixers.delta.spec import Delta
+from .fields import Family, Fields, common, experts, grouped_query, layer_count, layer_kinds, out_of_range
+from .gguf import ATTENTION, EXPERTS, SHARED_EXPERT, Change, GgufFamily, Metadata
+from .qwen3 import FULL, LINEAR, LINEAR_NAMES, delta, gguf_hybrid, tiled_change
 
 INDEXED = "indexed_attention"  # transformers' word for "full_attention" with an indexer
 INDEXER = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
@@ -71,18 +75,34 @@ def _ngrams(read: Fields, kinds: list[str], channels: int) -> dict[int, NGrams]:
 
 def _of_layer(read: Fields, order: int, longest: int, heads: int, width: int, channels: int) -> NGrams:
     """The n-grams of one layer, given its place among the layers with n-grams."""
-    base = read.count("ngram_vocab_size_base", 20_000_000, least=2, most=LARGEST_TABLE)
-    sizes = primes_from(base, heads * (order + 1))[heads * order :]
     unit = read.count("make_ngram_vocab_size_divisible_by", 128)
+    sizes = _stated(read, "ngram_heads_vocab_sizes", heads, LARGEST_TABLE)
+    if sizes is None:
+        base = read.count("ngram_vocab_size_base", 20_000_000, least=2, most=LARGEST_TABLE)
+        sizes = primes_from(base, heads * (order + 1))[heads * order :]
+    multipliers = _stated(read, "layer_multipliers", longest, (1 << 63) - 1)
+    if multipliers is None:
+        seed = read.count("seed", 1234, least=0)
+        multipliers = _multipliers(read.count("vocab_size"), longest, order, seed)
     return NGrams(
         sizes=sizes,
-        multipliers=_multipliers(read.count("vocab_size"), longest, order, read.count("seed", 1234, least=0)),
+        multipliers=multipliers,
         rows=-(-sum(sizes) // unit) * unit,
         width=width,
         end=_end(read),
         taps=read.count("ple_conv_kernel_size", 4, least=2),
         channels=channels,
     )
+
+
+def _stated(read: Fields, name: str, count: int, most: int) -> tuple[int, ...] | None:
+    """The numbers of a GGUF's metadata; a checkpoint's config.json has others from which they follow."""
+    values = read.optional(name, list, None)
+    if values is None:
+        return None
+    if len(values) != count or not all(type(one) is int and 1 <= one <= most for one in values):
+        raise out_of_range(name, values, f"{count} integers from 1 to {most}")
+    return tuple(values)
 
 
 def _end(read: Fields) -> int:
@@ -130,4 +150,102 @@ ZERO_CENTRED = (
     *("hc_norm", "self_attn.q_norm", "self_attn.k_norm", "q_layernorm", "k_layernorm"),
     *("norm_key", "norm_query", "norm_conv"),
 )
-FAMILIES = {"qwen4_exp": Family(_qwen4_exp, ZERO_CENTRED, renames=RENAMES, either_centred=True)}
+TABLE = "per_layer_token_embd.weight"  # of GGUF files, which have n-grams in one layer
+
+
+def _table(layers: Sequence[LayerSpec]) -> dict[str, list[str]]:
+    """The place of the table."""
+    of_ngrams = (i for i, layer in enumerate(layers) if isinstance(layer.mixer, Delta) and layer.mixer.ngrams)
+    return {TABLE: [f"model.layers.{i}.ple.ple_embedding.ngram_embedding.shards.0.weight" for i in of_ngrams]}
+
+
+FAMILIES = {"qwen4_exp": Family(_qwen4_exp, ZERO_CENTRED, renames=RENAMES, either_centred=True, copies=_table)}
+
+
+def _gguf(read: Metadata) -> JsonDict:
+    config = gguf_hybrid(read, "qwen4_exp")
+    scaling = config["rope_scaling"] or {"type": "default"}
+    rope = {name: config[name] for name in ("rope_theta", "partial_rotary_factor")}
+    return {
+        **config,
+        "rope_parameters": {**rope, "mrope_section": read.sections((11, 11, 10)), **scaling},
+        "output_gate_type": "sigmoid",  # in llama.cpp, and of the published model
+        "hc_count": read.count("hyper_connection.count"),
+        "hc_lowrank": read.count("hyper_connection.low_rank"),
+        "indexer_kv_heads": 1,
+        "indexer_n_heads": read.count("attention.indexer.head_count"),
+        "indexer_head_dim": read.count("attention.indexer.key_length"),
+        "indexer_budget": read.count("attention.indexer.top_k"),
+        "indexer_compress_ratio": _gguf_ratio(read, config),
+        **_gguf_ngrams(read),
+    }
+
+
+def _gguf_ratio(read: Metadata, config: JsonDict) -> int:
+    """How many positions make a block in layers with attention.
+
+    Raises:
+        ConfigError: layers differ, or others have such a number too.
+    """
+    ratios = read.each_layer("attention.compress_ratios", int)
+    kinds = _layer_types(Fields(config))
+    own = {ratio for ratio, kind in zip(ratios, kinds, strict=True) if kind != LINEAR}
+    if len(own) != 1 or any(ratio for ratio, kind in zip(ratios, kinds, strict=True) if kind == LINEAR):
+        raise ConfigError(f"GGUF metadata qwen4exp.attention.compress_ratios is {str(ratios)[:60]}, not one number")
+    return own.pop()
+
+
+def _gguf_ngrams(read: Metadata) -> JsonDict:
+    """The n-grams of at most one layer, with the numbers by which they are hashed."""
+    layers = read.anywhere("qwen4exp.ple.layers", list, [])
+    if not layers:
+        return {"ple_layer_ids": []}
+    each, longest = read.count("ple.heads_per_ngram"), read.count("ple.ngram_size")
+    sizes = read.anywhere("qwen4exp.ple.head_vocab_sizes", list)
+    offsets = read.anywhere("qwen4exp.ple.head_offsets", list)
+    if len(layers) != 1 or not all(type(one) is int for one in (*layers, *sizes)):
+        raise ConfigError(f"GGUF metadata qwen4exp.ple.layers is {str(layers)[:60]}; only one layer is implemented")
+    if offsets != [0, *accumulate(sizes)][:-1]:
+        raise ConfigError(f"GGUF metadata qwen4exp.ple.head_offsets is {str(offsets)[:60]}, not sums of the sizes")
+    return {
+        "ple_layer_ids": [layers[0] + 1],
+        "ngram_size": longest,
+        "heads_per_ngram": each,
+        "ple_embed_dim": read.count("embedding_length_per_layer_input") * each * (longest - 1),
+        "ple_conv_kernel_size": read.count("ple.conv_kernel"),
+        "eos_token_id": read.count("ple.eos_token_id"),
+        "layer_multipliers": read.anywhere("qwen4exp.ple.layer_multipliers", list),
+        "ngram_heads_vocab_sizes": sizes,
+    }
+
+
+STREAM_NAMES = tuple(
+    (f"hc_{part}_{theirs}.", f"{part}_hc.{ours}.")
+    for part in ("attn", "ffn")
+    for theirs, ours in (
+        *(("norm", "hc_norm"), ("down", "input_mix_weight_down")),
+        *(("up", "input_mix_weight_up"), ("inject", "block_inject_weight")),
+    )
+)
+NGRAM_NAMES = (
+    *((f"ple_{part}.", f"ple.{part}.") for part in ("conv1d", "norm_conv", "norm_key", "norm_query")),
+    *((f"ple_{part}.", f"ple.{part}_proj.") for part in ("key", "value")),
+)
+INDEXER_NAMES = tuple((f"indexer.{one}_norm.", f"self_attn.indexer.{one}_layernorm.") for one in "qk")
+QUERIES_AND_KEYS = (
+    "self_attn.indexer.index_qk_proj.weight",
+    ("indexer.q_proj.weight", "indexer.k_proj.weight"),
+)
+
+
+def _change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change | None:
+    """As Qwen3.5's, with the convolution of n-grams."""
+    return Change((*shape, 1)) if name == "ple.conv1d.weight" else tiled_change(config, name, shape)
+
+
+UNREAD = {
+    "ple.image_token_id": "it stands for images, which are not read of a GGUF",
+    "full_attention_interval": "where a list says which layers are recurrent, it says nothing",
+}
+NAMES = (*INDEXER_NAMES, *STREAM_NAMES, *NGRAM_NAMES, *ATTENTION, *EXPERTS, *SHARED_EXPERT, *LINEAR_NAMES)
+GGUF = {"qwen4exp": GgufFamily(_gguf, NAMES, _change, UNREAD, (QUERIES_AND_KEYS,))}

@@ -16,6 +16,7 @@ from .fields import (
     noaux_experts,
 )
 from .fused_rows import joined_attention
+from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, GgufFamily, Metadata
 
 # Of transformers' classes, where the published files leave a field out. Groups are disputed: the code beside the
 # published 105B has 16 of them and keeps 2. Transformers 5.24, SGLang and NVIDIA's code that trains it have none.
@@ -56,3 +57,12 @@ FAMILIES = {
     ),
     "sarvam_mla": Family(_sarvam_mla, renames=OF_DEEPSEEK),
 }
+
+
+def _gguf(read: Metadata) -> JsonDict:
+    """llama.cpp has the architecture of Ling 2, of whose heads half of the values rotate."""
+    return {"model_type": "sarvam_moe", **read.sizes(), **read.attention(), **read.noaux()}
+
+
+NAMES = (("attn_qkv.", "self_attn.query_key_value."), *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT)
+GGUF = {"bailingmoe2": GgufFamily(_gguf, NAMES)}

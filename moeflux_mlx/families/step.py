@@ -8,6 +8,9 @@ from ..files import JsonDict
 from ..kinds import SILU, Activation, Dense, Experts, LayerSpec, Router, SharedExpert
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import FULL, SLIDING, Family, Fields, common, layer_count, of_kind, out_of_range, rotation, scale
+from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, SIGMOID, GgufFamily, Metadata
+from .gguf_keys import SLOWED
+from .gguf_rope import llama3_scaling
 
 
 def _step3p5(read: Fields) -> JsonDict:
@@ -118,3 +121,68 @@ RENAMES = (
     (".share_expert.", ".mlp.shared_expert."),
 )
 FAMILIES = {"step3p5": Family(_step3p5, ZERO_CENTRED, RENAMES)}
+
+
+def _gguf(read: Metadata) -> JsonDict:
+    """Of layers without a window half of a head rotates, by published configurations and in llama.cpp."""
+    kinds = [SLIDING if slides else FULL for slides in read.each_layer("attention.sliding_window_pattern", bool)]
+    read.must_equal("expert_gating_func", SIGMOID)
+    read.must_equal("moe_every_n_layers", 1)
+    width, theta, dense = read.head_width(1), read.theta(), read.count("leading_dense_block_count", 0)
+    read.must_equal("rope.dimension_count", width)
+    theta_of = {FULL: theta, SLIDING: read.number("rope.freq_base_swa", theta)}
+    heads, kv_heads = _gguf_heads(read, kinds, "head_count"), _gguf_heads(read, kinds, "head_count_kv")
+    other = {"num_attention_heads": heads[SLIDING], "num_attention_groups": kv_heads[SLIDING], "head_dim": width}
+    return {
+        "model_type": "step3p5",
+        **read.sizes(),
+        "num_attention_heads": heads[FULL],
+        "num_attention_groups": kv_heads[FULL],
+        "attention_other_setting": other,
+        "head_dim": width,
+        "layer_types": kinds,
+        "sliding_window": read.count("attention.sliding_window"),
+        "rope_theta": [theta_of[kind] for kind in kinds],
+        "partial_rotary_factors": [0.5 if kind == FULL else 1.0 for kind in kinds],
+        "rope_scaling": _gguf_scaling(read, width, theta),
+        "yarn_only_types": [FULL],
+        "intermediate_size": read.count("feed_forward_length"),
+        "moe_layers_enum": ",".join(map(str, range(dense, read.layers))),
+        "moe_num_experts": read.count("expert_count"),
+        "moe_top_k": read.count("expert_used_count"),
+        "moe_intermediate_size": read.count("expert_feed_forward_length"),
+        "share_expert_dim": read.count("expert_shared_feed_forward_length"),
+        "moe_router_scaling_factor": read.weights_scale(),
+        "norm_expert_weight": read.flag("expert_weights_norm", False),
+        "swiglu_limits": read.each_number("swiglu_clamp_exp"),
+        "swiglu_limits_shared": read.each_number("swiglu_clamp_shexp"),
+    }
+
+
+def _gguf_heads(read: Metadata, kinds: list[str], name: str) -> dict[str, int]:
+    """Heads by the kind of layer.
+
+    Raises:
+        ConfigError: layers of a kind differ.
+    """
+    counts = read.each_layer(f"attention.{name}", int)
+    of_kind = dict(zip(kinds, counts, strict=True))
+    if any(of_kind[kind] != count for kind, count in zip(kinds, counts, strict=True)):
+        raise ConfigError(f"GGUF metadata step35.attention.{name} differs between layers of one kind")
+    return {kind: of_kind.get(kind, counts[0]) for kind in (FULL, SLIDING)}
+
+
+def _gguf_scaling(read: Metadata, width: int, theta: float) -> JsonDict | None:
+    """Llama 3's scaling of layers without a window, for whose heads only the first half of the divisors is.
+
+    Raises:
+        ConfigError: another scaling, or no such divisors.
+    """
+    read.must_be_unscaled()
+    if read.slowed and len(read.slowed) != width // 2:
+        raise ConfigError(f"GGUF tensor {SLOWED} has {len(read.slowed)} values; the model needs {width // 2}")
+    return llama3_scaling(read.slowed[: width // 4], theta)
+
+
+NAMES = (("attn_gate.", "self_attn.g_proj."), *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT)
+GGUF = {"step35": GgufFamily(_gguf, NAMES)}

@@ -6,7 +6,7 @@ that one read brings it, or its floats. In a checkpoint that is used as it lies 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -66,6 +66,7 @@ class TableFiles:
     a row have as many bytes in every shard.
 
     `starts`: the first row of each shard. `token_map`: int64, the number of each token that is hashed; None: itself.
+    `values`: what makes float32 [n, width] of rows of bytes [n, bytes], if the form does not say it.
     """
 
     form: RowForm
@@ -73,6 +74,7 @@ class TableFiles:
     shards: Sequence[Sequence[FileRows]]
     rows: int
     token_map: np.ndarray | None = field(default=None, compare=False)
+    values: Callable[[np.ndarray], np.ndarray] | None = None
 
     @property
     def paths(self) -> list[Path]:

@@ -28,7 +28,7 @@ from ..spec import ModelArgs
 from ..text.ends import all_ends
 from ..text.gguf_tokens import generation_file, template_of, tokenizer_files
 from ..text.tokenizer import VOCABULARY_FILES, load_tokenizer, stated_ends
-from .gguf_tensors import as_tensor, dequantized
+from .gguf_tensors import as_tensor, dequantized, joined
 
 KEY = "gguf"  # in config.json
 HUB = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+)/?")
@@ -143,7 +143,8 @@ def open_source(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
         if tensor.name in tensors:
             raise ModelFileError(f"{tensor.file}: two tensors are {tensor.name}")
         tensors[tensor.name] = tensor
-    return Checkpoint(path, _config(whole), tensors, whole.files)
+    read, family = _family(whole)
+    return Checkpoint(path, _config(whole), _with_joined(tensors, family, read.layers), whole.files)
 
 
 def _family(whole: GgufFile) -> tuple[Metadata, GgufFamily]:
@@ -182,8 +183,18 @@ def _tensors(whole: GgufFile) -> Iterator[Tensor]:
         layer, name = renamed_tensor(blocks.name, family, whole.tensors)
         if blocks.name == SLOWED or layer is not None and layer >= read.layers:
             continue
-        inner = name.removeprefix(f"model.layers.{layer}.")
+        inner = name.removeprefix(f"{family.stem}{layer}.")
         yield as_tensor(blocks, name, family.change(config, inner, blocks.shape))
+
+
+def _with_joined(tensors: dict[str, Tensor], family: GgufFamily, layers: int) -> dict[str, Tensor]:
+    """The tensors, with those that the model has as one joined."""
+    made = dict(tensors)
+    for stem in (f"model.layers.{layer}." for layer in range(layers if family.joined else 0)):
+        for name, parts in family.joined:
+            if all(stem + part in made for part in parts):
+                made[stem + name] = joined(stem + name, [made.pop(stem + part) for part in parts])
+    return made
 
 
 def _small_files(whole: GgufFile, beside: Path, is_given: bool) -> Iterator[tuple[str, bytes]]:

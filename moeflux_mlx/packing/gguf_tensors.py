@@ -4,7 +4,7 @@ A value is the one that `gguf.dequantize` gives, brought to the model's form (`f
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -86,10 +86,47 @@ class GgufTensor(Tensor):
         return self.blocks.type in FORMS and not is_moved
 
 
+@dataclass(frozen=True)
+class JoinedTensor(Tensor):
+    """The rows of several tensors, one after another, as float32."""
+
+    parts: tuple[Tensor, ...] = ()
+
+    def read(self) -> mx.array:
+        """The values, float32."""
+        return mx.concatenate([part.read().astype(mx.float32) for part in self.parts])
+
+
+def joined(name: str, parts: Sequence[Tensor]) -> JoinedTensor:
+    """The tensor of the rows of `parts`.
+
+    Raises:
+        ModelFileError: their rows differ in length.
+    """
+    first = parts[0]
+    if any(len(one.shape) != 2 or one.shape[1] != first.shape[-1] for one in parts):
+        raise ModelFileError(f"{first.file}: tensors {', '.join(one.name for one in parts)} are not rows of one matrix")
+    shape = (sum(one.shape[0] for one in parts), first.shape[1])
+    return JoinedTensor(name, first.file, first.offset, "F32", shape, parts=tuple(parts))
+
+
 def raw_rows(blocks: Blocks) -> np.ndarray:
     """The bytes of all rows, uint8 [..., bytes of a row]."""
     data = np.frombuffer(read_bytes(blocks.file, blocks.offset, blocks.nbytes), np.uint8)
     return data.reshape(*blocks.shape[:-1], blocks.row_bytes)
+
+
+def values_of_rows(kind: str, rows: np.ndarray) -> np.ndarray:
+    """The values of `gguf.dequantize`, float32, of rows of bytes uint8 [..., bytes].
+
+    Raises:
+        NotImplementedError: the package has no formula for the type.
+    """
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    values: np.ndarray = dequantize(rows, GGMLQuantizationType[kind])
+    return values
 
 
 def dequantized(blocks: Blocks) -> np.ndarray:
@@ -98,9 +135,6 @@ def dequantized(blocks: Blocks) -> np.ndarray:
     Raises:
         ModelFileError: the package has no formula for the type.
     """
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize
-
     columns = blocks.shape[-1]
     values = np.empty((math.prod(blocks.shape) // columns, columns), np.float32)
     step = max(1, CHUNK_VALUES // columns)
@@ -108,7 +142,7 @@ def dequantized(blocks: Blocks) -> np.ndarray:
         for first in range(0, len(values), step):
             part = values[first : first + step]
             rows = replace(blocks, offset=blocks.offset + first * blocks.row_bytes, shape=part.shape)
-            part[:] = dequantize(raw_rows(rows), GGMLQuantizationType[blocks.type])
+            part[:] = values_of_rows(blocks.type, raw_rows(rows))
     except NotImplementedError:
         raise ModelFileError(
             f"{blocks.file}: tensor {blocks.name} has type {blocks.type}, which the package gguf cannot read"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, count
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ..formats.tables import NARROW, STEM, WIDE, FileRows, RowForm, TableFiles, 
 from ..kinds import NGrams
 from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
+from .gguf_tensors import GgufTensor, values_of_rows
 from .lookup import find_matrix
 from .matrix import Matrix, finite
 from .recipe import TABLES
@@ -95,6 +97,8 @@ class Table:
             ModelFileError: they are stored in a form that is packed first.
         """
         first = self.shards[0].matrix
+        if isinstance(first.weight, GgufTensor):
+            return self._of_blocks(first.weight)
         if any(one.matrix.inverse or one.matrix.dtypes != first.dtypes or one.made for one in self.shards):
             name = f"{first.weight.file}: tensor {first.weight.name}"
             raise ModelFileError(f"{name} and the other shards are stored in several forms: convert the checkpoint")
@@ -104,6 +108,14 @@ class Table:
         starts = [0, *accumulate(lengths)][:-1]
         places = [_places(shard.matrix, form) for shard in self.shards]
         return TableFiles(form, starts, places, sum(lengths), self.token_map)
+
+    def _of_blocks(self, tensor: GgufTensor) -> TableFiles:
+        """As `in_place`, of a GGUF, which has a table in one tensor."""
+        blocks = tensor.blocks
+        rows = ((FileRows(blocks.file, blocks.offset, blocks.row_bytes),),)
+        values = partial(values_of_rows, blocks.type)
+        form = RowForm(blocks.row_bytes, None, "U8")
+        return TableFiles(form, (0,), rows, tensor.shape[0], self.token_map, values)
 
 
 def _places(matrix: Matrix, form: RowForm) -> tuple[FileRows, ...]:

@@ -7,17 +7,20 @@ changes in weights is written here once more, in the other direction than the pa
 import hashlib
 import re
 
+import converted_gguf
 import gguf
 import goldens
 import numpy as np
+import oracle
 
-ARCHITECTURES = {
+OWN = {  # files that are written here
     **{"qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next", "qwen3_5_moe": "qwen35moe", "deepseek_v3": "deepseek2"},
     **{"glm4_moe_lite": "deepseek2", "glm4_moe": "glm4moe", "glm4_moe_air": "glm4moe", "gpt_oss": "gpt-oss"},
     **{"olmoe": "olmoe", "qwen2_moe": "qwen2moe", "mixtral": "llama", "ernie4_5_moe": "ernie4_5-moe"},
     **{"afmoe": "afmoe", "minimax_m2": "minimax-m2", "granitemoehybrid": "granitehybrid"},
-    **{"lfm2_moe": "lfm2moe", "gemma4": "gemma4", "llama4": "llama4", "hy_v3": "hy_v3"},
+    **{"lfm2_moe": "lfm2moe", "gemma4": "gemma4", "llama4": "llama4"},
 }
+ARCHITECTURES = OWN | {family: converted_gguf.architecture(family) for family in converted_gguf.FAMILIES}
 TYPES = gguf.GGMLQuantizationType
 # Where a block of a type has its float16 fields, for blocks of random bytes.
 HALVES = {
@@ -76,7 +79,6 @@ def pieces(family, fused=False):
         for spelt, made, restore in changed(family, c, hub, array, fused):
             stem, _, end = spelt.replace("language_model.", "").rpartition(".")
             name = names.get_name(stem) or names.get_name(f"{stem}.{end}")
-            name = name.replace("post_attention", "ffn") if family == "hy_v3" else name
             suffix = "" if end in ("A_log", "D") else f".{end}"
             yield f"{name}{suffix}", np.ascontiguousarray(made), lambda v, h=hub, r=restore: {h: r(v)}
     for stem, parts in stacks.items():
@@ -225,8 +227,7 @@ def _joined(parts):
 
 
 def _architecture(family):
-    known = {"hy_v3": "glm4moe"}.get(family, ARCHITECTURES[family])  # gguf 0.19 has not the former
-    return next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == known)
+    return next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[family])
 
 
 def write_gguf(path, family, type_of, keys=None, extra=None, fused=False, **options):
@@ -240,27 +241,105 @@ def write_gguf(path, family, type_of, keys=None, extra=None, fused=False, **opti
     Returns:
         {hub name: float array}, the dequantised weights.
     """
-    writer, weights, parts = gguf.GGUFWriter(str(path), ARCHITECTURES[family], **options), {}, {}
-    _write_sizes(writer, goldens.text_config(family))
+    writer = gguf.GGUFWriter(str(path), ARCHITECTURES[family], **options)
+    write = _write_converted if family in converted_gguf.FAMILIES else _write_own
     _write_tokenizer(writer, goldens.text_config(family)["vocab_size"])
+    weights = write(writer, family, type_of, fused, extra or {})
     for key, value in (keys or {}).items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for name, array in (extra or {}).items():
+        writer.add_tensor(name, array)
+    _finish(writer)
+    return weights
+
+
+def _finish(writer):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_own(writer, family, type_of, fused, extra):
+    """Writes metadata and tensors of a model, but those that `extra` has, by the rules above; returns its weights."""
+    weights, parts = {}, {}
+    _write_sizes(writer, goldens.text_config(family))
     for seed, (name, array, restore) in enumerate(pieces(family, fused)):
-        kind = type_of(name) if array.ndim > 1 and "_inp" not in name and name.endswith("weight") else "F32"
-        rows, restored = _quantised(array, seed, kind)
-        writer.add_tensor(name, rows, raw_dtype=TYPES[kind])
+        restored = _add(writer, name, array, type_of, seed)
         for hub, values in restore(restored).items():
             if isinstance(values, tuple):
                 parts.setdefault(hub, {})[values[0]] = values[1]
             else:
                 weights[hub] = values
-    for name, array in {**slowed_by(goldens.text_config(family)), **(extra or {})}.items():
-        writer.add_tensor(name, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    for name, array in slowed_by(goldens.text_config(family)).items():
+        if name not in extra:
+            writer.add_tensor(name, array)
     return weights | {hub: _joined(every) for hub, every in parts.items()}
+
+
+def _write_converted(writer, family, type_of, fused, extra):
+    """Writes metadata and tensors of a model, but those that `extra` has, as llama.cpp's converter did; returns its
+    weights."""
+    assert not fused
+    weights, changed = converted_gguf.hub_weights(family), []
+    _write_metadata(writer, family)
+    for seed, (name, kind, array, back, places) in enumerate(converted_gguf.pieces(family, weights)):
+        if name in extra:
+            continue
+        if kind != "F32" or back is None:
+            writer.add_tensor(name, array)
+            continue
+        changed.append((back(_add(writer, name, array, type_of, seed)), places))
+    return converted_gguf.put_back(weights, changed)
+
+
+def _write_metadata(writer, family):
+    for key, (kinds, value) in converted_gguf.recipe(family)[0]["metadata"].items():
+        if key != "general.architecture":
+            writer.add_key_value(key, value, *(gguf.GGUFValueType[kind] for kind in kinds))
+
+
+def write_golden(path, family):
+    """Writes the model with the weights of its golden: experts in Q4_1, which has them without a loss, others in
+    float32."""
+    writer = gguf.GGUFWriter(str(path), ARCHITECTURES[family])
+    _write_tokenizer(writer, goldens.text_config(family)["vocab_size"])
+    _write_metadata(writer, family)
+    both = (
+        converted_gguf.pieces(family, weights)
+        for weights in (converted_gguf.hub_weights(family), converted_gguf.golden_weights(family))
+    )
+    for (name, _, before, *_), (_, kind, values, *_) in zip(*both, strict=True):
+        if "_exps" in name:
+            rows = _as_q4_1(before)
+            assert np.array_equal(values_of("Q4_1", rows).reshape(values.shape), values), name
+            writer.add_tensor(name, rows, raw_dtype=TYPES.Q4_1)
+        else:
+            writer.add_tensor(name, values, raw_dtype=TYPES[kind])
+    _finish(writer)
+
+
+def _as_q4_1(array):
+    """Returns blocks of the values that MLX's 4 bits make of an array."""
+    codes, scales, biases = oracle.quantize(array)
+    codes = np.ascontiguousarray(codes).view(np.uint8).reshape(*array.shape[:-1], -1, 16)  # two values in a byte
+    codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], 2, 16)
+    halves = [
+        np.repeat(oracle.bf16_to_f32(part), 2, axis=-1).astype("<f2")[..., None].view(np.uint8)
+        for part in (scales, biases)
+    ]
+    blocks = np.concatenate([*halves, codes[..., 0, :] | codes[..., 1, :] << 4], axis=-1)
+    return blocks.astype(np.uint8).reshape(*array.shape[:-1], -1)
+
+
+def _add(writer, name, array, type_of, seed):
+    """Adds a tensor, a matrix in its type; returns the values that this stores."""
+    kind = type_of(name) if array.ndim > 1 and name.endswith("weight") and not EXACT.search(name) else "F32"
+    while kind != "F32" and array.shape[-1] % gguf.GGML_QUANT_SIZES[TYPES[kind]][0]:
+        kind = FALLBACKS.get(kind, "F16")
+    rows, restored = _quantised(array, seed, kind)
+    writer.add_tensor(name, rows, raw_dtype=TYPES[kind])
+    return restored
 
 
 def slowed_by(c):
@@ -283,6 +362,14 @@ def slowed_by(c):
     return {"rope_freqs.weight": np.float32(divisors)}
 
 
+# Of rows that are too short for a type (llama.cpp, `tensor_type_fallback`); floats for others.
+FALLBACKS = {
+    **dict.fromkeys(("Q2_K", "Q3_K"), "Q4_0"),
+    **dict.fromkeys(("IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
+    **{"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"},
+}
+# What llama.cpp does not quantise: routers, and small matrices of attention, of streams and of mixers.
+EXACT = re.compile(r"_inp|hc_.*_(fn|base|scale)|_ape|compressor_gate|indexer.proj|ssm_norm|conv1d")
 _made = {}
 
 
@@ -410,11 +497,6 @@ def _write_experts(writer, c):
         writer.add_leading_dense_block_count(c["num_dense_layers"])
         writer.add_expert_weights_norm(c["route_norm"])
         writer.add_expert_weights_scale(c["route_scale"])
-    if "router_scaling_factor" in c:
-        writer.add_expert_shared_feed_forward_length(c["moe_intermediate_size"] * c["num_shared_experts"])
-        writer.add_expert_weights_norm(c["route_norm"])
-        writer.add_expert_weights_scale(c["router_scaling_factor"])
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if "interleave_moe_layer_step" in c:
         writer.add_interleave_moe_layer_step(c["interleave_moe_layer_step"])
     if "conv_L_cache" in c:
