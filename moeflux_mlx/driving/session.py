@@ -134,6 +134,7 @@ class Session:
         self.first_token_seconds, self.prompt_bytes = 0.0, 0
         self.last: GenerationResponse | None = None
         self._answering = False  # whether an answer is being decoded
+        self._computing: Prefill | None = None  # the rest of a prompt
 
     def answer(
         self,
@@ -276,6 +277,11 @@ class Session:
         return self.points.rewind(length)
 
     @property
+    def absorbed(self) -> int:
+        """How many tokens every cache has absorbed, also in a prompt: once it is paused, `tokens` are as many."""
+        return len(self.tokens) + (self._computing.done if self._computing is not None else 0)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the caches, the kept states, a half-done span, and a draft head's state."""
         half = self.half.span.nbytes if self.half is not None else 0
@@ -299,7 +305,7 @@ class Session:
         if self.points.can_trim:  # the other states can be cut from the last one
             ends = ends[-1:]
         self.save_error, self.to_store = None, []
-        prefill = self._prefill(prompt, ends)
+        prefill = self._computing = self._prefill(prompt, ends)
         start = len(self.tokens)
         try:
             with closing(absorb_prompt(prefill)) as pieces:
@@ -308,6 +314,7 @@ class Session:
         except StopIteration as end:
             return end.value
         finally:
+            self._computing = None
             self._absorbed(prompt, prefill, ends)
 
     def _prefill(self, prompt: Prompt, ends: list[int]) -> Prefill:

@@ -170,6 +170,10 @@ class FakeSession:
         self.engine, self.model, self.tokenizer = engine, engine.model, engine.tokenizer
         self.tokens, self.reuse, self.nbytes = [], Reuse(), 0
 
+    @property
+    def absorbed(self):
+        return len(self.tokens)
+
     def known(self, prompt):
         return shared_length(self.tokens, prompt[:-1])
 
