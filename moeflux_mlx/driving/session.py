@@ -328,6 +328,8 @@ class Session:
             self._reuse(prompt)
         else:
             self.reuse = Reuse(len(prompt), len(self.tokens), 0)
+        if self.model.experts is not None:
+            self.model.experts.check_prompt(self.reuse.computed)
         start, self.half = len(self.tokens), None
         if self.drafts is not None:
             self.drafts.begin(prompt)
