@@ -69,9 +69,10 @@ def serve_with(
         ready: called once a model is loaded, with the server's address.
         paths: directories of models whose requests are prepared and counted before they are loaded, by name.
     """
-    from ..server.app import Served, make_app
+    from ..server.app import make_app
     from ..server.guard import Rules
     from ..server.listen import bind
+    from ..server.served import Served
     from ..server.switch import Loaded, ModelChoice, ModelSwitch
 
     variables = parse_template_config(options.chat_template_config)

@@ -93,7 +93,8 @@ class Running:
             shared, absorbed = self._shared_with(other), other.answer.session.absorbed
             self._ahead = max(self._ahead, min(shared, absorbed))
             known = len(self.job.prepared.tokens) - self.left
-            self.waits |= shared - max(known, absorbed) >= WORTH_COPYING
+            is_same = self.job.shared is not None and self.job.shared is other.job.shared
+            self.waits |= is_same or shared - max(known, absorbed) >= WORTH_COPYING
         self.left = min(self.left, len(self.job.prepared.tokens) - self._ahead)
 
     def _shared_with(self, other: "Running") -> int:
@@ -126,18 +127,22 @@ class Running:
 
     def begin(self) -> Answer:
         """Takes a session and makes its answer, of which nothing is computed yet."""
-        prepared = self.job.prepared
+        prepared, shared = self.job.prepared, self.job.shared
         self._began = time.perf_counter()
-        self._kept = self._sessions.take(prepared.tokens, prepared.request.session)
+        end = shared.begin() if shared is not None else None
+        if end is not None:
+            self.answer = end.answer(prepared.max_tokens, **self._sampling(end.session.tokenizer))
+            self._kept = self._sessions.hold(self.answer.session, prepared.request.session)
+        else:
+            self._kept = self._sessions.take(prepared.tokens, prepared.request.session)
+            sampling, given = self._sampling(self._kept.session.tokenizer), {"max_tokens": prepared.max_tokens}
+            self.answer = self._kept.session.answer(
+                prepared.tokens, boundaries=prepared.boundaries, **given, **sampling
+            )
+            self.answer.keeps_end = shared is not None and shared.waiting > 0
         session = self._kept.session
         self._answering = Answering(prepared, session.tokenizer)
         self._responder = Responder(session.model, session.tokenizer, len(prepared.tokens))
-        self.answer = session.answer(
-            prepared.tokens,
-            boundaries=prepared.boundaries,
-            max_tokens=prepared.max_tokens,
-            **self._sampling(prepared.request.sampling, session.tokenizer),
-        )
         return self.answer
 
     def take(self, event: Event[Answer]) -> None:
@@ -157,7 +162,10 @@ class Running:
             self.fail(error)
 
     def _end_prompt(self) -> None:
+        assert self.answer is not None
         self.in_prompt, self.left = False, 0
+        if self.answer.keeps_end and self.job.shared is not None:
+            self.job.shared.end, self.answer.prompt_end = self.answer.prompt_end, None
         self._first = time.perf_counter()
         self.job.emit(PromptProgress(self.progress[1], self.progress[1]))  # the first token may have no text
 
@@ -226,10 +234,11 @@ class Running:
             self._reported_at = now
             self.job.emit(PromptProgress(done, total))
 
-    def _sampling(self, sampling: Sampling, tokenizer: TokenizerWrapper) -> SamplerOptions:
+    def _sampling(self, tokenizer: TokenizerWrapper) -> SamplerOptions:
         """The sampler's random numbers belong to the request, so the same seed gives the same answer, whatever else
         runs.
         """
+        sampling = self.job.prepared.request.sampling
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         settings = {**sampler_settings(sampling), "xtc_special_tokens": xtc_special_tokens(tokenizer)}
         return {

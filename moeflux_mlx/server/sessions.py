@@ -74,6 +74,13 @@ class Sessions:
             session, length = best.session, known[best]
             best.used = next(self._clock)
             chosen = self._new(lambda: session.fork(length))
+        return self._in_use(chosen, hint)
+
+    def hold(self, session: Session, hint: str | None = None) -> KeptSession:
+        """A session that was made elsewhere, to be returned with `give_back`."""
+        return self._in_use(self._new(lambda: session), hint)
+
+    def _in_use(self, chosen: KeptSession, hint: str | None) -> KeptSession:
         chosen.busy, chosen.hint, chosen.used = True, hint, next(self._clock)
         return chosen
 
