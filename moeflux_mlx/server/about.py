@@ -8,7 +8,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from ..files import JsonDict
 from ..planning.machine import used_memory
 from .served import Served
-from .wire import health, metrics, models
+from .wire import health, metrics, models, ollama
+from .wire.fields import parse
 from .wire.replies import error_headers
 
 
@@ -29,6 +30,20 @@ async def show_model(served: Served, http: HttpRequest) -> Response:
     if not asked:
         return await list_models(served, http)
     return JSONResponse({**description(served, served.models.find(asked).name), "id": asked})
+
+
+async def list_tags(served: Served, http: HttpRequest) -> Response:
+    return JSONResponse(ollama.tags([description(served, name) for name in served.models.choices]))
+
+
+async def show_tag(served: Served, http: HttpRequest) -> Response:
+    name = served.models.find(await served.read(http, lambda data: ollama.asked_model(parse(data)))).name
+    preparer = await served.models.preparer(name)
+    return JSONResponse(ollama.show(description(served, name), preparer is not None and preparer.dialect is not None))
+
+
+async def tell_version(served: Served, http: HttpRequest) -> Response:
+    return JSONResponse({"version": ollama.API})
 
 
 async def tell_health(served: Served, http: HttpRequest) -> Response:

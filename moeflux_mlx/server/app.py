@@ -33,7 +33,7 @@ from .reply import EVENTS, Choice, Events, EventStream, whole
 from .request import Failed, Request, ServerEvent
 from .served import Served, client_of
 from .switch import ModelSwitch
-from .wire import chat, completions, messages, tokenize
+from .wire import chat, completions, messages, ollama, tokenize
 from .wire.fields import parse
 from .wire.ids import Ids
 from .wire.replies import Reply, error_headers, joined
@@ -61,6 +61,8 @@ def make_app(served: Served, rules: Rules) -> ASGIApp:
         "/v1/completions": completions,
         "/v1/messages": messages,
         "/v1/responses": StoredResponses(),
+        "/api/chat": ollama.Ollama(chats=True),
+        "/api/generate": ollama.Ollama(chats=False),
     }
     routes = [Route(path, _answering(served, path, wire), methods=["POST"]) for path, wire in apis.items()]
     for path, method, handle in (
@@ -71,6 +73,9 @@ def make_app(served: Served, rules: Rules) -> ASGIApp:
         ("/health", "GET", about.tell_health),
         ("/metrics", "GET", about.tell_metrics),
         ("/tokenize", "POST", _tokenize),
+        ("/api/tags", "GET", about.list_tags),
+        ("/api/show", "POST", about.show_tag),
+        ("/api/version", "GET", about.tell_version),
         ("/live", "GET", _live),
     ):
         routes.append(Route(path, _bound(handle, served), methods=[method]))
