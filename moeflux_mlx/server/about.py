@@ -7,6 +7,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ..files import JsonDict
 from ..planning.machine import used_memory
+from .embedder import Embedder
 from .served import Served
 from .wire import health, metrics, models, ollama
 from .wire.fields import parse
@@ -21,23 +22,39 @@ def description(served: Served, name: str) -> JsonDict:
     return models.model(name, served.started, context, switch.status(name), features)
 
 
+def descriptions(served: Served) -> list[JsonDict]:
+    """All models, the embedding model last."""
+    embedder = served.embedder
+    made = [description(served, name) for name in served.models.choices]
+    return made if embedder is None else [*made, described(served, embedder)]
+
+
+def described(served: Served, embedder: Embedder) -> JsonDict:
+    return models.model(embedder.name, served.started, embedder.limit, {"value": embedder.state}, embedding=True)
+
+
 async def list_models(served: Served, http: HttpRequest) -> Response:
-    return JSONResponse(models.listing([description(served, name) for name in served.models.choices]))
+    return JSONResponse(models.listing(descriptions(served)))
 
 
 async def show_model(served: Served, http: HttpRequest) -> Response:
     asked = http.path_params["name"]
     if not asked:
         return await list_models(served, http)
+    if served.embedder is not None and asked == served.embedder.name:
+        return JSONResponse(described(served, served.embedder))
     return JSONResponse({**description(served, served.models.find(asked).name), "id": asked})
 
 
 async def list_tags(served: Served, http: HttpRequest) -> Response:
-    return JSONResponse(ollama.tags([description(served, name) for name in served.models.choices]))
+    return JSONResponse(ollama.tags(descriptions(served)))
 
 
 async def show_tag(served: Served, http: HttpRequest) -> Response:
-    name = served.models.find(await served.read(http, lambda data: ollama.asked_model(parse(data)))).name
+    asked = await served.read(http, lambda data: ollama.asked_model(parse(data)))
+    if served.embedder is not None and asked == served.embedder.name:
+        return JSONResponse(ollama.show(described(served, served.embedder), tools=False))
+    name = served.models.find(asked).name
     preparer = await served.models.preparer(name)
     return JSONResponse(ollama.show(description(served, name), preparer is not None and preparer.dialect is not None))
 

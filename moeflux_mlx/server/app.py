@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -31,9 +32,9 @@ from .log import LEFT, RequestLog
 from .prepare import Preparer
 from .reply import EVENTS, Choice, Events, EventStream, whole
 from .request import Failed, Request, ServerEvent
-from .served import Served, client_of
-from .switch import ModelSwitch
-from .wire import chat, completions, messages, ollama, tokenize
+from .served import Served, client_of, unless_gone
+from .wire import chat, completions, embeddings, messages, ollama, tokenize
+from .wire.embeddings import EmbeddingRequest
 from .wire.fields import parse
 from .wire.ids import Ids
 from .wire.replies import Reply, error_headers, joined
@@ -72,6 +73,8 @@ def make_app(served: Served, rules: Rules) -> ASGIApp:
         ("/v1/models/{name:path}", "GET", about.show_model),
         ("/health", "GET", about.tell_health),
         ("/metrics", "GET", about.tell_metrics),
+        ("/v1/embeddings", "POST", partial(_embeddings, read=embeddings.read, reply=embeddings.whole)),
+        ("/api/embed", "POST", partial(_embeddings, read=ollama.read_embed, reply=ollama.embedded)),
         ("/tokenize", "POST", _tokenize),
         ("/api/tags", "GET", about.list_tags),
         ("/api/show", "POST", about.show_tag),
@@ -165,6 +168,22 @@ async def _count_tokens(served: Served, http: HttpRequest) -> Response:
     return JSONResponse(messages.count(counted if isinstance(counted, int) else await served.images.run(counted)))
 
 
+async def _embeddings(
+    served: Served,
+    http: HttpRequest,
+    read: Callable[[JsonDict], EmbeddingRequest],
+    reply: Callable[[EmbeddingRequest, str, np.ndarray, int], JsonDict],
+) -> Response:
+    embedder = served.embedder
+    if embedder is None:
+        message = "this server has no embedding model; start it with --embedding-model ORG/NAME"
+        raise BadRequestError(message, "model", 404, "model_not_found")
+    asked = await served.read(http, lambda data: read(parse(data)))
+    work = embedder(asked.inputs, truncate=asked.truncate, dimensions=asked.dimensions)
+    vectors, tokens = await unless_gone(http, work)
+    return JSONResponse(await asyncio.to_thread(reply, asked, embedder.name, vectors, tokens))
+
+
 async def _tokenize(served: Served, http: HttpRequest) -> Response:
     def reply(preparer: Preparer, body: JsonDict) -> Response:
         asked = tokenize.read(body)
@@ -185,7 +204,7 @@ async def _live(served: Served, http: HttpRequest) -> Response:
         with served.models.watched() as watch:
             while True:
                 await asyncio.sleep(EVERY)
-                if (picture := _picture(served.models, watch)) is not None:
+                if (picture := _picture(served, watch)) is not None:
                     yield f"data: {json.dumps(picture)}\n\n".encode()
 
     if http.method == "HEAD":
@@ -193,12 +212,14 @@ async def _live(served: Served, http: HttpRequest) -> Response:
     return StreamingResponse(pieces(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-def _picture(switch: ModelSwitch, watch: Watch) -> JsonDict | None:
+def _picture(served: Served, watch: Watch) -> JsonDict | None:
     """The latest picture for the page, if there is one."""
+    switch = served.models
+    embedding = served.embedder and served.embedder.status
     if switch.loaded is None:
         loading = switch.loading.name if switch.loading else None
-        return {"loading": loading, "queue": switch.queue, "failures": switch.failures}
-    return watch.latest and {**watch.latest, "model": switch.loaded.choice.name}
+        return {"loading": loading, "queue": switch.queue, "failures": switch.failures, "embedding": embedding}
+    return watch.latest and {**watch.latest, "model": switch.loaded.choice.name, "embedding": embedding}
 
 
 def _refused(path: str, error: BadRequestError) -> Response:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -14,6 +14,7 @@ from starlette.requests import Request as HttpRequest
 
 from ..errors import BadRequestError
 from ..files import JsonDict
+from .embedder import Embedder
 from .guard import BUSY, MAX_BODY
 from .image_pool import ImagePool
 from .prepare import PreparedRequest, Preparer
@@ -32,11 +33,13 @@ class Served:
 
     Args:
         models: loads and runs the models.
+        embedder: makes vectors of texts, if the server has a model for that.
         keepalive: seconds without an event after which a client gets a sign of life.
         log: called with a line for each request; None: nothing is logged.
     """
 
     models: ModelSwitch
+    embedder: Embedder | None = None
     keepalive: float = KEEPALIVE
     log: Callable[[str], None] | None = None
     started: float = field(default_factory=time.time)
@@ -70,17 +73,7 @@ class Served:
             BadRequestError: the model cannot be loaded.
             ClientDisconnect: the client has gone.
         """
-        taking = asyncio.ensure_future(self.models.take(name))
-        gone = asyncio.ensure_future(disconnected(http.receive))
-        try:
-            await asyncio.wait((taking, gone), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (taking, gone):
-                task.cancel()
-            await asyncio.gather(taking, gone, return_exceptions=True)
-        if taking.cancelled():
-            raise ClientDisconnect
-        loaded = taking.result()
+        loaded = await unless_gone(http, self.models.take(name))
         try:
             yield loaded
         finally:
@@ -109,6 +102,21 @@ class Served:
                     return await loop.run_in_executor(self._counter, make, loaded.preparer, body)
         finally:
             self._counting -= len(data)
+
+
+async def unless_gone(http: HttpRequest, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client disconnects. Raises ClientDisconnect."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(disconnected(http.receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+    if working.cancelled():
+        raise ClientDisconnect
+    return working.result()
 
 
 def client_of(http: HttpRequest) -> str:

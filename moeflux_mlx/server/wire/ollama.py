@@ -9,11 +9,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 
+import numpy as np
+
 from ...errors import BadRequestError
 from ...files import JsonDict, JsonObject, JsonValue
 from ..request import Finish, Request, ServerEvent, TokenLogprob
-from . import chat, completions
+from . import chat, completions, embeddings
 from .answer import Block, BlockStep, WireAnswer
+from .embeddings import EmbeddingRequest
 from .fields import Body, check
 from .ids import Ids
 from .replies import Reply, folded
@@ -206,6 +209,19 @@ def _durations(finish: Finish) -> JsonDict:
     return {"total_duration": prompt + answer, **times, **counts}
 
 
+def read_embed(body: JsonObject) -> EmbeddingRequest:
+    """/api/embed. Texts that are too long are cut, unless `truncate` is false. Raises BadRequestError."""
+    check(body)
+    fields = Body(body)
+    model, dimensions = fields.required_text("model"), fields.integer("dimensions", 1, embeddings.DIMENSIONS)
+    return EmbeddingRequest(model, embeddings.inputs(fields), dimensions, truncate=fields.flag("truncate", True))
+
+
+def embedded(request: EmbeddingRequest, model: str, vectors: np.ndarray, tokens: int) -> JsonDict:
+    """The reply of /api/embed."""
+    return {"model": request.model or model, "embeddings": vectors.tolist(), "prompt_eval_count": tokens}
+
+
 def moment(seconds: float) -> str:
     return datetime.fromtimestamp(int(seconds), timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -230,6 +246,7 @@ def show(model: JsonObject, tools: bool) -> JsonDict:
     """/api/show, of an object of /v1/models. `tools`: whether the model can call tools."""
     features = model["features"] or {}
     has = {"tools": tools, "vision": features.get("images"), "thinking": features.get("thinking")}
+    able = [name for name, has_it in has.items() if has_it]
     lengths = {"moeflux.context_length": model["max_model_len"]} if "max_model_len" in model else {}
     return {
         "modelfile": "",
@@ -238,7 +255,7 @@ def show(model: JsonObject, tools: bool) -> JsonDict:
         "modified_at": model["created_at"],
         "details": DETAILS,
         "model_info": {"general.architecture": "moeflux", "general.basename": model["id"], **lengths},
-        "capabilities": ["completion", *(name for name, has_it in has.items() if has_it)],
+        "capabilities": ["embedding"] if model.get("embedding") else ["completion", *able],
     }
 
 
