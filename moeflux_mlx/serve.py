@@ -4,9 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .cli.fetching import local_model
+from .cli.fetching import embedding_model, local_model
 from .cli.opening import load_named
 from .cli.options import add_model_options, add_prompt_cache_options
 from .cli.ranks import add_rank_options, together
@@ -15,6 +16,7 @@ from .cli.serving import POOL_SHARE, add_sampling_defaults, check_installed, mod
 from .cli.terminal import note
 from .errors import RequestError
 from .files import that_ends, user_path
+from .installation import install_command
 from .opening.engine import Engine
 from .opening.locate import resolve
 
@@ -35,11 +37,29 @@ def run(options: argparse.Namespace) -> int:
     check_installed()
     from .server.listen import Listener
 
+    embedding = _embedding(options)
     each = _each(options)
     loads = {model_name(one.model): partial(_load, one) for one in each}
     # A wrong name, or the question about a download, comes at the start.
     paths = {model_name(one.model): resolve(local_model(one), tokenizer=one.tokenizer) for one in each if len(each) > 1}
-    return serve_with(Listener, options, read_key(options), loads, greet, paths)
+    return serve_with(Listener, options, read_key(options), loads, greet, paths, embedding)
+
+
+def _embedding(options: argparse.Namespace) -> Path | None:
+    """The directory of the model for embeddings, whose memory the options then set aside; None without one.
+
+    Raises:
+        RequestError: what computes it is not installed. ModelFileError: it cannot be downloaded or used.
+    """
+    from .server.embedder import is_installed, memory_of
+
+    if options.embedding_model is None:
+        return None
+    if not is_installed():
+        raise RequestError(f"--embedding-model needs mlx-vlm, which is not installed; {install_command('vision')}")
+    path = embedding_model(options.embedding_model, options.yes)
+    options.beside = memory_of(path)
+    return path
 
 
 def _load(options: argparse.Namespace) -> Engine:
@@ -117,6 +137,11 @@ def parser() -> argparse.ArgumentParser:
     )
     add_sampling_defaults(made)
     add_model_options(made, several=True, pool_share=POOL_SHARE)
+    server.add_argument(
+        "--embedding-model",
+        metavar="MODEL",
+        help="directory or repo id org/name of a model for /v1/embeddings, loaded at the first request",
+    )
     add_rank_options(made)
     add_prompt_cache_options(made, with_file=False)
     made.set_defaults(seed=None)

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import RequestError
+from ..errors import ModelFileError, RequestError
+from ..files import user_path
+from ..formats.hub import Repository, cached_snapshot
 from ..model.tensors import resident_bytes
 from ..opening.remote import Remote, is_remote
 from ..planning.budget import plan_memory
@@ -17,6 +19,7 @@ from .planning import memory_lines
 from .terminal import agree, note
 
 ASKED_FROM = 20_000_000_000  # bytes of a download
+EMBEDDING_FILES = ["*.json", "*.safetensors"]  # in folders too
 
 
 def local_model(options: argparse.Namespace) -> str | Path | None:
@@ -58,6 +61,27 @@ def downloaded(
         if remote.missing > ASKED_FROM:
             agree(f"{remote.missing / 1e9:.1f} GB of {name} will be downloaded", yes)
     return remote.download(shown=remote.missing > 0)
+
+
+def embedding_model(name: str, yes: bool) -> Path:
+    """The directory of an embedding model; missing files of a repository are downloaded, as those of a model.
+
+    Raises:
+        ModelFileError: it cannot be downloaded. RequestError: a large download was not confirmed.
+    """
+    if not is_remote(name):
+        return user_path(name)
+    try:
+        repository = Repository.look_up(name)
+    except ModelFileError:
+        if (cached := cached_snapshot(name, None, EMBEDDING_FILES)) is None:
+            raise
+        return cached
+    if missing := repository.missing(EMBEDDING_FILES):
+        note(f"the embedding model {name}: {missing / 1e9:.2f} GB to download")
+        if missing > ASKED_FROM:
+            agree(f"{missing / 1e9:.1f} GB of {name} will be downloaded", yes)
+    return repository.snapshot(EMBEDDING_FILES, shown=missing > 0)
 
 
 def _memory_lines(remote: Remote, options: argparse.Namespace) -> list[str]:

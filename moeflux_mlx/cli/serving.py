@@ -30,6 +30,7 @@ from .terminal import note
 
 if TYPE_CHECKING:
     from ..server.admission import Admission
+    from ..server.embedder import Embedder
     from ..server.listen import Listener
     from ..server.prepare import Defaults, Preparer
     from ..server.sessions import Sessions
@@ -59,6 +60,7 @@ def serve_with(
     loads: Mapping[str, Callable[[], Engine]],
     ready: "Callable[[L, Engine, str], None]",
     paths: Mapping[str, Path] = MappingProxyType({}),
+    embedding: Path | None = None,
 ) -> int:
     """Serves as the options say; returns the exit code.
 
@@ -68,10 +70,13 @@ def serve_with(
         loads: the name of each model, and a function that loads it, called in the thread that runs it.
         ready: called once a model is loaded, with the server's address.
         paths: directories of models whose requests are prepared and counted before they are loaded, by name.
+        embedding: the directory of the model for embeddings, if there is one.
     """
-    from ..server.app import Served, make_app
+    from ..server.app import make_app
+    from ..server.embedder import Embedder
     from ..server.guard import Rules
     from ..server.listen import bind
+    from ..server.served import Served
     from ..server.switch import Loaded, ModelChoice, ModelSwitch
 
     variables = parse_template_config(options.chat_template_config)
@@ -103,12 +108,15 @@ def serve_with(
     choices = [ModelChoice(name, load, *made, *files.get(name, ())) for name, load in loads.items()]
     idle = None if options.idle_minutes is None else 60 * options.idle_minutes
     switch = ModelSwitch(choices, options.queue, DECODE_SHARE, idle, announce, complain)
-    served = Served(switch, log=None if options.quiet else note)
+    embedder = None
+    if embedding is not None:
+        embedder = Embedder(model_name(options.embedding_model), embedding, lambda: switch.is_computing)
+    served = Served(switch, embedder, log=None if options.quiet else note)
     hosts = [host.lower() for host in (options.host, *options.allowed_host)]
     origins = [origin.lower() for origin in options.cors_origin]
     listener = kind(make_app(served, Rules(hosts, origins, key)), switch.begin_stop)
     note(f"loading; {where}/health shows when it is done")
-    return serve(switch, listener, listening)
+    return serve(switch, listener, listening, embedder)
 
 
 def _check_values(options: argparse.Namespace) -> None:
@@ -136,7 +144,9 @@ def _check_values(options: argparse.Namespace) -> None:
     make_logits_processors(**{"repetition_penalty": 1.0, **given(options, REPETITION)})
 
 
-def serve(switch: "ModelSwitch", listener: "Listener", listening: socket.socket) -> int:
+def serve(
+    switch: "ModelSwitch", listener: "Listener", listening: socket.socket, embedder: "Embedder | None" = None
+) -> int:
     """The exit code, once all has ended."""
     listener.config.load()
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -147,7 +157,8 @@ def serve(switch: "ModelSwitch", listener: "Listener", listening: socket.socket)
         await listener.serve([listening])
 
     asyncio.run(main())
-    if not switch.stop(STOP_SECONDS):
+    ended = embedder is None or embedder.stop(STOP_SECONDS)
+    if not (switch.stop(STOP_SECONDS) and ended):
         note("the model's thread has not ended in time; exiting without it")
         os._exit(listener.exit_code)
     if switch.error is None or switch.has_loaded or len(switch.choices) > 1:

@@ -245,8 +245,8 @@ class Loop(Generic[AnyText]):
 
     def piece(self, text: AnyText) -> list[Event[AnyText]]:
         """A piece of a prompt, and after the last one the first token."""
-        if self._begun is not None and self._begun is not text:
-            self._begun.pause()
+        if self._begun is not text:
+            self.pause()
         self._begun = text
         try:
             done = text.advance_prompt()
@@ -255,6 +255,11 @@ class Loop(Generic[AnyText]):
         except BaseException as error:
             return self._failed([text], error)
         return self._told([Event(text, done)]) if done is not None else self.rows([text])
+
+    def pause(self) -> None:
+        """Pauses the prompt that is being computed, so that another text can begin from its session."""
+        if self._begun is not None:
+            self._begun.pause()
 
     def rows(self, texts: Sequence[AnyText]) -> list[Event[AnyText]]:
         """The next token of texts that answer, at most `MAX_ROWS`."""

@@ -134,6 +134,7 @@ class Session:
         self.first_token_seconds, self.prompt_bytes = 0.0, 0
         self.last: GenerationResponse | None = None
         self._answering = False  # whether an answer is being decoded
+        self._computing: Prefill | None = None  # the rest of a prompt
 
     def answer(
         self,
@@ -276,6 +277,11 @@ class Session:
         return self.points.rewind(length)
 
     @property
+    def absorbed(self) -> int:
+        """How many tokens every cache has absorbed, also in a prompt: once it is paused, `tokens` are as many."""
+        return len(self.tokens) + (self._computing.done if self._computing is not None else 0)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the caches, the kept states, a half-done span, and a draft head's state."""
         half = self.half.span.nbytes if self.half is not None else 0
@@ -299,7 +305,7 @@ class Session:
         if self.points.can_trim:  # the other states can be cut from the last one
             ends = ends[-1:]
         self.save_error, self.to_store = None, []
-        prefill = self._prefill(prompt, ends)
+        prefill = self._computing = self._prefill(prompt, ends)
         start = len(self.tokens)
         try:
             with closing(absorb_prompt(prefill)) as pieces:
@@ -308,6 +314,7 @@ class Session:
         except StopIteration as end:
             return end.value
         finally:
+            self._computing = None
             self._absorbed(prompt, prefill, ends)
 
     def _prefill(self, prompt: Prompt, ends: list[int]) -> Prefill:
@@ -321,6 +328,8 @@ class Session:
             self._reuse(prompt)
         else:
             self.reuse = Reuse(len(prompt), len(self.tokens), 0)
+        if self.model.experts is not None:
+            self.model.experts.check_prompt(self.reuse.computed)
         start, self.half = len(self.tokens), None
         if self.drafts is not None:
             self.drafts.begin(prompt)
@@ -449,26 +458,43 @@ class Session:
 class Answer(Text):
     """An answer of a session, for a `Loop`.
 
+    Args:
+        logits: [1, vocab_size] after the prompt, if the session has absorbed all of it.
+
     Attributes:
         session: absorbs the prompt, and each token when the next one has been computed.
         asked: the experts that its tokens requested, without the prompt's, if they are counted.
+        keeps_end: whether to keep what other answers to the prompt begin from.
+        prompt_end: the kept end of the prompt, once it is computed.
     """
 
     asked = Asked()
+    keeps_end = False
+    prompt_end: "PromptEnd | None" = None
 
     def __init__(
-        self, session: Session, prompt: Prompt, boundaries: Sequence[int], max_tokens: int, choice: SamplerOptions
+        self,
+        session: Session,
+        prompt: Prompt,
+        boundaries: Sequence[int],
+        max_tokens: int,
+        choice: SamplerOptions,
+        logits: mx.array | None = None,
     ):
         ends = session.tokenizer.eos_token_ids
         given = session.model, session.cache, prompt
         super().__init__(*given, max_tokens=max_tokens, is_end=lambda tokens: tokens[-1] in ends, **choice)
-        self.session, self._boundaries = session, boundaries
+        self.session, self._boundaries, self._logits = session, boundaries, logits
 
     def prompt_pieces(self) -> Generator[int, None, mx.array]:
+        if self._logits is not None:
+            return _absorbed_before(len(self.prompt), self._logits)
         return self.session.absorb_prompt(self.prompt, self._boundaries)
 
     def decode(self, logits: mx.array) -> Decoding:
         session, given = self.session, (self.model, self.cache, self.prompt.tokens, logits)
+        if self.keeps_end:
+            self.prompt_end = PromptEnd(session.fork(len(self.prompt)), self.prompt, logits)
         return Decoding(*given, draft_limit=session.draft_limit, drafts=session.drafts, **self._options)
 
     def pause(self) -> None:
@@ -497,6 +523,32 @@ class Answer(Text):
             if error is not None:
                 session.recover(error)
             session.save_states(self.prompt)
+
+
+@dataclass(frozen=True)
+class PromptEnd:
+    """The end of a prompt, from which several answers begin; each has the bits that it has alone.
+
+    Args:
+        session: has absorbed exactly the prompt, and answers nothing itself.
+        logits: [1, vocab_size] after its last token.
+    """
+
+    session: Session
+    prompt: Prompt
+    logits: mx.array
+
+    def answer(self, max_tokens: int, **choice: "Unpack[SamplerOptions]") -> Answer:
+        """Makes an answer, in a session of its own; arguments as for `Session.answer`."""
+        session = self.session.fork(len(self.prompt))
+        session.reuse = Reuse(len(self.prompt), len(self.prompt))
+        return Answer(session, self.prompt, (), max_tokens, choice, self.logits)
+
+
+def _absorbed_before(tokens: int, logits: mx.array) -> Generator[int, None, mx.array]:
+    """The pieces of a prompt of which nothing is left."""
+    yield tokens
+    return logits
 
 
 def _cut(layer: LayerCache, length: int, kept: Arrays | None) -> LayerCache:

@@ -313,6 +313,9 @@ class ExpertLoader(ABC):
             RuntimeError: a lease has not been released.
         """
 
+    def check_prompt(self, tokens: int) -> None:  # noqa: B027
+        """Raises RequestError: the machine has too little memory for a prompt of so many new tokens."""
+
     def check_process(self) -> None:
         """Raises ExpertIOError: this is not the process that made the loader."""
         check_process(self._process)

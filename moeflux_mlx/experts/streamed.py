@@ -52,6 +52,7 @@ class StreamedExperts(ExpertLoader):
             must take only microseconds.
         limit: called with the bytes that the pool takes from the machine; returns those that the machine leaves to it.
             It is called at every call and every request, and by a separate thread while nothing is computed.
+        prompt_check: called with the number of new tokens of a prompt; raises RequestError if memory cannot hold it.
         least_slots: number of records that a request may always ask for; the pool is never smaller.
         buffer_bytes: bytes of the largest array that the device allows (Metal).
         workers: number of reading threads.
@@ -63,7 +64,7 @@ class StreamedExperts(ExpertLoader):
         reader: replaces the default reader (direct I/O), in tests.
 
     Attributes:
-        usage: counts the experts of steps. reads: those into the pools. allowance, limit: as given.
+        usage: counts the experts of steps. reads: those into the pools. allowance, limit, prompt_check: as given.
 
     Raises:
         ExpertIOError: a file cannot be opened.
@@ -81,6 +82,7 @@ class StreamedExperts(ExpertLoader):
         most_bytes: int | None = None,
         allowance: Callable[[int, int], int] | None = None,
         limit: Callable[[int], int] | None = None,
+        prompt_check: Callable[[int], None] | None = None,
         least_slots: int | None = None,
         buffer_bytes: int | None = None,
         workers: int = DEFAULT_WORKERS,
@@ -112,7 +114,8 @@ class StreamedExperts(ExpertLoader):
         self.reads = PoolReads(self.pools, self.reader, self._least, self._stats)
         self.usage = Usage(self.layout)
         self._warming = Warming(self.reads, self.layout, self.usage.counts)
-        self.allowance, self.limit, self._host_limit = allowance, limit, host_limit
+        self.allowance, self.prompt_check = allowance, prompt_check
+        self.limit, self._host_limit = limit, host_limit
         if limit is not None or host_limit is not None:
             repeat("pool-watch", self, StreamedExperts.relieve_between_calls, WATCH_SECONDS)
 
@@ -171,6 +174,11 @@ class StreamedExperts(ExpertLoader):
             nbytes = min(nbytes, self.limit(self.pools.held_bytes))
         if self.pools.is_due(nbytes):
             self.resize(nbytes)
+
+    def check_prompt(self, tokens: int) -> None:
+        if self.prompt_check is not None and self.limit is not None:
+            self.limit(self.pools.held_bytes)
+            self.prompt_check(tokens)
 
     def warm(self, rates: np.ndarray) -> None:
         """Fills free memory with the experts of the highest `rates`, float [layers that have experts, experts], the

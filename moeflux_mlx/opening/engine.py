@@ -264,6 +264,7 @@ def load(settings: LoadSettings) -> tuple[Model, TokenizerWrapper]:
             variable MOEFLUX_EXPERT_IO, else what fits. A checkpoint cannot be mapped.
         expert_cache_bytes: memory for streamed experts in pread mode; None takes the RAM that is left, or less if
             `moeflux tune` found that less is as fast. Less than the smallest pool is a warning, and that one is used.
+        beside: bytes that something else in this process needs beside the model.
         memory_bytes: limit of the whole process: weights, caches, experts and Python; None: the machine's memory, less
             a reserve for other programs. Mapped files count only in the decision whether to map.
         prefetch: "auto" (read ahead the predicted choice of the next layer's router) or "off". It matters only with

@@ -38,12 +38,14 @@ def open_experts(
             pace = PACE if plan.figures.working_set is None else PACE_OF_METAL
             limit = PoolLimit(sources(plan.figures), plan.most, pace=pace)
             host_limit = PoolLimit(host_sources(), plan.host) if plan.host else None
+            breath = Breath(args, files.layout, plan, limit)
             experts = StreamedExperts(
                 files,
                 plan.decision,
                 cache_bytes=plan.pool,
                 most_bytes=plan.most,
-                allowance=Breath(args, files.layout, plan, limit),
+                allowance=breath,
+                prompt_check=breath.check_prompt,
                 limit=limit,
                 host_bytes=plan.host,
                 host_limit=host_limit,

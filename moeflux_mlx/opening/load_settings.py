@@ -104,6 +104,7 @@ class LoadSettings:
     without_correction_bias: bool = False
     progress: Callable[[int, int], object] | None = None
     memory_bytes: int | None = None
+    beside: int = 0
     draft: str | Path = "off"
     vision: bool = True
     image_tokens: int = IMAGE_ROWS
@@ -145,7 +146,7 @@ class LoadSettings:
         if self.context is not None and self.context > limit:
             raise RequestError(f"context is {self.context} and the model takes {limit} tokens; give at most {limit}")
         demand = Demand(
-            resident=resident + len(args.ngrams) * KEPT_BYTES,
+            resident=resident + self.beside + len(args.ngrams) * KEPT_BYTES,
             context=self.context,
             itemsize=dtype.size,
             span=self.trial.span,

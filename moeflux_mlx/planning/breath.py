@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from ..errors import DeviceError
+from ..errors import DeviceError, MoefluxError, RequestError
 from ..formats.record import ExpertLayout
 from ..model.span import PromptSizes
 from ..ops.tiles import MAX_TOKENS
@@ -35,21 +35,33 @@ class Breath:
         Raises:
             DeviceError: the machine has too little memory for the call, even with the smallest pool.
         """
-        rounded = -(-tokens // KV_STEP) * KV_STEP if tokens > MAX_TOKENS else MAX_TOKENS
-        if rounded not in self._needs:
-            self._needs[rounded] = self._need(rounded)
-        self._check(tokens, self._needs[rounded] + self._least)
-        self.limit.begin(self._needs[rounded])
+        needed = self._needed(tokens)
+        self._check(tokens, needed, DeviceError)
+        self.limit.begin(needed)
         if self.plan.most == self.plan.pool:
             return self.plan.pool
         used, cached = mx.get_active_memory() - self.plan.figures.others - held, mx.get_cache_memory()
-        left = room(self.plan.figures) - self.plan.runtime - used - max(self._needs[rounded], cached)
+        left = room(self.plan.figures) - self.plan.runtime - used - max(needed, cached)
         return max(min(left, self.plan.most), self._least)
 
-    def _check(self, tokens: int, need: int) -> None:
-        """Refuses the call if the system would end the process for its memory."""
+    def check_prompt(self, tokens: int) -> None:
+        """Raises RequestError: not even the smallest pool leaves a prompt of so many new tokens its memory."""
+        span, itemsize = min(tokens, self.plan.sizes.span), self.plan.demand.itemsize
+        behind = state_bytes(self.args, tokens, itemsize) - state_bytes(self.args, span, itemsize)
+        self._check(tokens, self._needed(span) + behind, RequestError)
+
+    def _needed(self, tokens: int) -> int:
+        """Bytes of a call of so many tokens, beside the pool."""
+        rounded = -(-tokens // KV_STEP) * KV_STEP if tokens > MAX_TOKENS else MAX_TOKENS
+        if rounded not in self._needs:
+            self._needs[rounded] = self._need(rounded)
+        return self._needs[rounded]
+
+    def _check(self, tokens: int, needed: int, kind: type[MoefluxError]) -> None:
+        """Refuses a call if the system would end the process for its memory."""
+        need = needed + self._least
         if need > self.limit.room:
-            raise DeviceError(
+            raise kind(
                 f"{tokens} tokens need {in_gb(need)} for computing and the smallest pool of experts, and the memory "
                 f"limit of this process leaves {in_gb(max(self.limit.room, 0))}; raise the limit, end other programs, "
                 "or give a smaller --set span=TOKENS or a shorter prompt"

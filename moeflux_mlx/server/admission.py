@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 from ..errors import BadRequestError
+from ..planning.machine import in_gb
 from .job import Job
+from .prepare import PreparedRequest
 from .running import Running
 from .wire.replies import queue_full
 
@@ -99,7 +101,7 @@ class Admission:
 
     def begin(self, one: Running) -> None:
         """Reserves memory for the prompt and the beginning of the answer."""
-        one.set_aside = self._first_length(one.job)
+        one.set_aside = self._first_length(one.job.prepared)
 
     def may_step(self, answering: Sequence[Running], running: Sequence[Running]) -> list[Running]:
         """The requests whose next token has room. An answer that outgrows its reserved memory gets more, or waits until
@@ -117,10 +119,23 @@ class Admission:
         return False
 
     def _fits(self, job: Job, running: Sequence[Running]) -> bool:
-        return not running or self._taken(running) + self.needs(self._first_length(job)) <= self.nbytes
+        return not running or self._taken(running) + self.needs(self._first_length(job.prepared)) <= self.nbytes
+
+    def check(self, prepared: PreparedRequest, answers: int) -> None:
+        """Raises BadRequestError: there is no room for an answer beside the prompt that others begin from."""
+        need = self.needs(len(prepared.tokens)) + self.needs(self._first_length(prepared))
+        if answers > 1 and need > self.nbytes:
+            raise BadRequestError(
+                f"n is {answers}; this prompt beside an answer takes {in_gb(need)}, and {in_gb(self.nbytes)} are "
+                "planned for all answers: send n as 1, or a shorter prompt",
+                "n",
+            )
 
     def _taken(self, running: Sequence[Running]) -> int:
-        return sum(self.needs(one.set_aside) for one in running)
+        """The reserved memory, with that of prompts from which further answers begin."""
+        shared = {one.job.shared: one for one in running if one.job.shared is not None and one.job.shared.waiting}
+        ends = sum(self.needs(len(one.job.prepared.tokens)) for one in shared.values())
+        return sum(self.needs(one.set_aside) for one in running) + ends
 
-    def _first_length(self, job: Job) -> int:
-        return len(job.prepared.tokens) + min(job.prepared.max_tokens, AHEAD)
+    def _first_length(self, prepared: PreparedRequest) -> int:
+        return len(prepared.tokens) + min(prepared.max_tokens, AHEAD)

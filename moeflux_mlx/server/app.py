@@ -7,40 +7,37 @@ request that cannot be served is refused before the headers of an answer are sen
 import asyncio
 import contextlib
 import json
-import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..errors import BadRequestError
 from ..files import JsonDict
-from ..planning.machine import used_memory
-from . import page
+from . import about, page
 from .errors import error_body
 from .faults import report
-from .guard import BUSY, MAX_BODY, BodyError, Guard, Rules
-from .image_pool import ImagePool
+from .guard import BodyError, Guard, Rules
 from .live import EVERY, Watch
 from .log import LEFT, RequestLog
-from .prepare import PreparedRequest, Preparer
-from .reply import EVENTS, KEEPALIVE, Events, EventStream, disconnected, whole
+from .prepare import Preparer
+from .reply import EVENTS, Choice, Events, EventStream, whole
 from .request import Failed, Request, ServerEvent
-from .switch import Loaded, ModelSwitch
-from .wire import chat, completions, health, messages, metrics, models, tokenize
-from .wire.fields import Body, parse
+from .served import Served, client_of, unless_gone
+from .wire import chat, completions, embeddings, messages, ollama, tokenize
+from .wire.embeddings import EmbeddingRequest
+from .wire.fields import parse
 from .wire.ids import Ids
-from .wire.replies import Reply, error_headers
+from .wire.replies import Reply, error_headers, joined
 from .wire.responses_items import StoredResponses
 
 
@@ -56,89 +53,6 @@ class Wire(Protocol):
 
 # Headers in which agents name a conversation if their API has no field for it.
 SESSION_HEADERS = ("x-claude-code-session-id", "session_id", "x-session-id")
-T = TypeVar("T")
-LARGE_BODY = 4 << 20  # bytes; larger bodies are parsed one after the other, because parsed JSON needs more memory
-
-
-@dataclass
-class Served:
-    """The objects that the routes use.
-
-    Args:
-        models: loads and runs the models.
-        keepalive: seconds without an event after which a client gets a sign of life.
-        log: called with a line for each request; None: nothing is logged.
-    """
-
-    models: ModelSwitch
-    keepalive: float = KEEPALIVE
-    log: Callable[[str], None] | None = None
-    started: float = field(default_factory=time.time)
-    requests: Counter[tuple[str, int]] = field(default_factory=Counter)
-    images: ImagePool = field(default_factory=ImagePool)
-    _large: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _counter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "count"))
-    _counting: int = 0  # bytes of the bodies whose tokens are counted or that wait for it
-
-    async def read(self, http: HttpRequest, make: Callable[[bytes], T]) -> T:
-        """Calls `make` with the body in a separate thread."""
-        data = await http.body()
-        async with self._large if len(data) > LARGE_BODY else contextlib.nullcontext():
-            return await asyncio.to_thread(make, data)
-
-    async def prepare(self, http: HttpRequest, preparer: Preparer, asked: Request) -> PreparedRequest:
-        """Prepares a request in a separate thread. Raises BadRequestError: as `Preparer` and `ImagePool.run`."""
-        if asked.images.sources:
-            return await self.images.run(lambda: preparer(asked))
-        return await self.read(http, lambda _: preparer(asked))
-
-    @contextlib.asynccontextmanager
-    async def model(self, http: HttpRequest, name: str) -> AsyncIterator[Loaded]:
-        """A context manager with the model of that name, which it loads and keeps loaded.
-
-        Raises:
-            BadRequestError: the model cannot be loaded.
-            ClientDisconnect: the client has gone.
-        """
-        taking = asyncio.ensure_future(self.models.take(name))
-        gone = asyncio.ensure_future(disconnected(http.receive))
-        try:
-            await asyncio.wait((taking, gone), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (taking, gone):
-                task.cancel()
-            await asyncio.gather(taking, gone, return_exceptions=True)
-        if taking.cancelled():
-            raise ClientDisconnect
-        loaded = taking.result()
-        try:
-            yield loaded
-        finally:
-            self.models.give_back(loaded)
-
-    async def count(self, http: HttpRequest, make: Callable[[Preparer, JsonDict], T]) -> T:
-        """Calls `make` with the body's JSON in the one thread that only counts tokens: no answer waits for it, and it
-        waits for none.
-
-        Raises:
-            BadRequestError: the bodies that wait for that thread are too large together, or too many requests wait for
-                a model.
-        """
-        data = await http.body()
-        if self._counting + len(data) > MAX_BODY:
-            raise BadRequestError(BUSY, None, 503, "overloaded")
-        self._counting += len(data)
-        loop = asyncio.get_running_loop()
-        try:
-            body = await loop.run_in_executor(self._counter, parse, data)
-            name = Body(body).text("model") or ""
-            if (preparer := await self.models.preparer(name)) is not None:
-                return await loop.run_in_executor(self._counter, make, preparer, body)
-            with self.models.places.take(_client(http)):
-                async with self.model(http, name) as loaded:
-                    return await loop.run_in_executor(self._counter, make, loaded.preparer, body)
-        finally:
-            self._counting -= len(data)
 
 
 def make_app(served: Served, rules: Rules) -> ASGIApp:
@@ -148,16 +62,23 @@ def make_app(served: Served, rules: Rules) -> ASGIApp:
         "/v1/completions": completions,
         "/v1/messages": messages,
         "/v1/responses": StoredResponses(),
+        "/api/chat": ollama.Ollama(chats=True),
+        "/api/generate": ollama.Ollama(chats=False),
     }
     routes = [Route(path, _answering(served, path, wire), methods=["POST"]) for path, wire in apis.items()]
     for path, method, handle in (
         ("/", "GET", _page),
         ("/v1/messages/count_tokens", "POST", _count_tokens),
-        ("/v1/models", "GET", _models),
-        ("/v1/models/{name:path}", "GET", _model),
-        ("/health", "GET", _health),
-        ("/metrics", "GET", _metrics),
+        ("/v1/models", "GET", about.list_models),
+        ("/v1/models/{name:path}", "GET", about.show_model),
+        ("/health", "GET", about.tell_health),
+        ("/metrics", "GET", about.tell_metrics),
+        ("/v1/embeddings", "POST", partial(_embeddings, read=embeddings.read, reply=embeddings.whole)),
+        ("/api/embed", "POST", partial(_embeddings, read=ollama.read_embed, reply=ollama.embedded)),
         ("/tokenize", "POST", _tokenize),
+        ("/api/tags", "GET", about.list_tags),
+        ("/api/show", "POST", about.show_tag),
+        ("/api/version", "GET", about.tell_version),
         ("/live", "GET", _live),
     ):
         routes.append(Route(path, _bound(handle, served), methods=[method]))
@@ -200,41 +121,42 @@ async def _answer(served: Served, wire: Wire, http: HttpRequest) -> Any:
     preparer = await served.models.preparer(asked.model)
     prepared = None if preparer is None else await served.prepare(http, preparer, asked)  # a refusal loads no model
     async with contextlib.AsyncExitStack() as held:
-        place = held.enter_context(served.models.places.take(asked.session or _client(http)))
+        place = held.enter_context(served.models.places.take(asked.session or client_of(http)))
         loaded = await held.enter_async_context(served.model(http, asked.model))
         if preparer is None or prepared is None or loaded.preparer.files != preparer.files:
             prepared = await served.prepare(http, loaded.preparer, asked)
         else:
-            prepared = loaded.preparer.fitted(prepared)
-        asked = prepared.request
-        events, ids = Events(loaded.worker, prepared, place), Ids()
+            prepared = [loaded.preparer.fitted(one) for one in prepared]
+        if (admission := loaded.worker.admission) is not None:
+            for one in prepared:
+                admission.check(one, asked.answers)
+        asked = prepared[0].request
+        events = Events(loaded.worker, prepared, place)
         http.scope["state"][EVENTS] = events
 
-        def over() -> None:
-            loaded.preparer.remember(prepared, events.written(ids))
+        def over(choice: Choice) -> None:
+            loaded.preparer.remember(choice.job.prepared, choice.written())
 
         if asked.stream:
-            return EventStream(events, wire.stream(asked, ids), over, held.pop_all(), served.keepalive)
-        return await _whole(wire, http, asked, events, ids, over)
-
-
-def _client(http: HttpRequest) -> str:
-    """The client, as far as the connection identifies it."""
-    return f"{http.client.host if http.client else ''} {http.headers.get('user-agent', '')}"
+            return EventStream(events, partial(wire.stream, asked), over, held.pop_all(), served.keepalive)
+        return await _whole(wire, http, asked, events, over)
 
 
 async def _whole(
-    wire: Wire, http: HttpRequest, asked: Request, events: Events, ids: Ids, over: Callable[[], None]
+    wire: Wire, http: HttpRequest, asked: Request, events: Events, over: Callable[[Choice], None]
 ) -> Response:
     collected = await whole(events, http.receive)
-    if collected is None:
+    last = events.last
+    if collected is None or last is None:
         return await _left()
-    last = collected[-1]
-    status = last.status if isinstance(last, Failed) else 200
-    body = wire.whole(asked, collected, ids)  # names the calls
-    if status == 200:
-        over()
-    return JSONResponse(body, status, error_headers(status))
+    if isinstance(last, Failed):
+        failed = next(choice for choice in collected if choice.last is last)
+        body = wire.whole(asked, collected[failed], failed.ids)
+        return JSONResponse(body, last.status, error_headers(last.status))
+    bodies = [wire.whole(asked, events, choice.ids) for choice, events in collected.items()]  # names the calls
+    for choice in collected:
+        over(choice)
+    return JSONResponse(bodies[0] if len(bodies) == 1 else joined(bodies, last))
 
 
 async def _count_tokens(served: Served, http: HttpRequest) -> Response:
@@ -244,6 +166,22 @@ async def _count_tokens(served: Served, http: HttpRequest) -> Response:
 
     counted = await served.count(http, count)
     return JSONResponse(messages.count(counted if isinstance(counted, int) else await served.images.run(counted)))
+
+
+async def _embeddings(
+    served: Served,
+    http: HttpRequest,
+    read: Callable[[JsonDict], EmbeddingRequest],
+    reply: Callable[[EmbeddingRequest, str, np.ndarray, int], JsonDict],
+) -> Response:
+    embedder = served.embedder
+    if embedder is None:
+        message = "this server has no embedding model; start it with --embedding-model ORG/NAME"
+        raise BadRequestError(message, "model", 404, "model_not_found")
+    asked = await served.read(http, lambda data: read(parse(data)))
+    work = embedder(asked.inputs, truncate=asked.truncate, dimensions=asked.dimensions)
+    vectors, tokens = await unless_gone(http, work)
+    return JSONResponse(await asyncio.to_thread(reply, asked, embedder.name, vectors, tokens))
 
 
 async def _tokenize(served: Served, http: HttpRequest) -> Response:
@@ -256,75 +194,6 @@ async def _tokenize(served: Served, http: HttpRequest) -> Response:
     return await served.count(http, reply)
 
 
-def _description(served: Served, name: str) -> JsonDict:
-    switch = served.models
-    described, context = switch.descriptions.get(name), switch.choices[name].context
-    features = asdict(described.features) if described else None
-    context = described.preparer.context if described else context
-    return models.model(name, served.started, context, switch.status(name), features)
-
-
-async def _models(served: Served, http: HttpRequest) -> Response:
-    return JSONResponse(models.listing([_description(served, name) for name in served.models.choices]))
-
-
-async def _model(served: Served, http: HttpRequest) -> Response:
-    asked = http.path_params["name"]
-    if not asked:
-        return await _models(served, http)
-    return JSONResponse({**_description(served, served.models.find(asked).name), "id": asked})
-
-
-async def _health(served: Served, http: HttpRequest) -> Response:
-    status, body = health.health(served.models.ready)
-    return JSONResponse(body, status, error_headers(status))
-
-
-async def _metrics(served: Served, http: HttpRequest) -> Response:
-    switch, totals = served.models, served.models.totals
-    loaded = switch.loaded
-    running = loaded.worker.state.running if loaded else []
-    values: JsonDict = {
-        "requests_total": {
-            (("path", path), ("status", str(status))): n for (path, status), n in served.requests.items()
-        },
-        "requests_running": len(running),
-        "requests_in_prompt": sum(one.in_prompt for one in running),
-        "requests_waiting": switch.queue,
-        "requests_cancelled_total": totals.cancelled,
-        "requests_failed_total": totals.failed,
-        "prompt_tokens_total": totals.prompt_tokens,
-        "prompt_tokens_cached_total": totals.cached_tokens,
-        "prompt_seconds_total": totals.prompt_seconds,
-        "tokens_generated_total": totals.generated_tokens,
-        "generation_seconds_total": totals.answer_seconds,
-        "steps_total": totals.steps,
-        "model_loaded": {(("model", name),): int(switch.status(name)["value"] == "loaded") for name in switch.choices},
-        "memory_used_bytes": used_memory(),
-    }
-    if loaded is not None:
-        stats, plan, experts = loaded.engine.experts.stats, loaded.engine.plan, loaded.engine.experts
-        drafting = loaded.engine.model.drafting
-        values |= {
-            "draft_steps_total": {(("drafts", str(i)),): n for i, n in enumerate(drafting.steps)},
-            "drafts_checked_total": drafting.checked,
-            "drafts_taken_total": drafting.taken,
-            "memory_planned_bytes": plan.total,
-            "expert_pool_bytes": experts.pool_bytes,
-            "expert_bytes_given_back_total": stats.given_back,
-            "expert_host_bytes": experts.host_bytes,
-            "expert_hits_total": stats.hits,
-            "expert_host_hits_total": stats.host_hits,
-            "expert_bytes_copied_total": stats.host_bytes,
-            "expert_misses_total": stats.misses,
-            "expert_bytes_read_total": stats.bytes_read,
-            "experts_warmed_total": stats.warmed,
-            "experts_warmed_used_total": stats.warm_hits,
-            "expert_wait_seconds_total": stats.wait_seconds,
-        }
-    return PlainTextResponse(metrics.text(values, metrics.HELP), media_type=metrics.CONTENT_TYPE)
-
-
 async def _page(served: Served, http: HttpRequest) -> Response:
     headers = {"Content-Security-Policy": page.csp(), "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
     return HTMLResponse(page.content(), headers=headers)
@@ -335,7 +204,7 @@ async def _live(served: Served, http: HttpRequest) -> Response:
         with served.models.watched() as watch:
             while True:
                 await asyncio.sleep(EVERY)
-                if (picture := _picture(served.models, watch)) is not None:
+                if (picture := _picture(served, watch)) is not None:
                     yield f"data: {json.dumps(picture)}\n\n".encode()
 
     if http.method == "HEAD":
@@ -343,12 +212,14 @@ async def _live(served: Served, http: HttpRequest) -> Response:
     return StreamingResponse(pieces(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-def _picture(switch: ModelSwitch, watch: Watch) -> JsonDict | None:
+def _picture(served: Served, watch: Watch) -> JsonDict | None:
     """The latest picture for the page, if there is one."""
+    switch = served.models
+    embedding = served.embedder and served.embedder.status
     if switch.loaded is None:
         loading = switch.loading.name if switch.loading else None
-        return {"loading": loading, "queue": switch.queue, "failures": switch.failures}
-    return watch.latest and {**watch.latest, "model": switch.loaded.choice.name}
+        return {"loading": loading, "queue": switch.queue, "failures": switch.failures, "embedding": embedding}
+    return watch.latest and {**watch.latest, "model": switch.loaded.choice.name, "embedding": embedding}
 
 
 def _refused(path: str, error: BadRequestError) -> Response:

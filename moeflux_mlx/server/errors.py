@@ -3,13 +3,14 @@
 import json
 
 from ..files import JsonDict
-from .wire import messages
+from .wire import messages, ollama
 from .wire.replies import error_headers, openai_error
 
 
 def error_body(path: str, status: int, code: str | None, message: str, param: str | None = None) -> JsonDict:
     """The body of an error for a request of `path`."""
-    shape = messages.error if path.startswith("/v1/messages") else openai_error
+    shapes = {"/v1/messages": messages.error, "/api/": ollama.error}
+    shape = next((shape for start, shape in shapes.items() if path.startswith(start)), openai_error)
     return shape(status, code, message, param)
 
 

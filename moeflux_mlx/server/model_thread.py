@@ -13,9 +13,9 @@ import mlx.core as mx
 
 
 class ModelThread:
-    def __init__(self) -> None:
+    def __init__(self, name: str = "model") -> None:
         self._works: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._main, name="model", daemon=True)
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()

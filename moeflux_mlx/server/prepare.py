@@ -20,6 +20,7 @@ from ..text.boundaries import Messages, Rendering
 from ..text.calls.dialect import Dialect
 from ..text.calls.registry import CALL_MARKERS
 from ..text.events import CallEnd
+from ..text.fill_in import fill_in
 from ..text.grammar import is_strict
 from ..text.history import History
 from ..text.replay import AnswerStore, GivenAnswer
@@ -135,6 +136,10 @@ class Preparer:
         self._constrainer: Constrainer | None = None
         self._lock = threading.Lock()
 
+    def each(self, request: Request) -> list[PreparedRequest]:
+        """Prepares each prompt of a request. Raises BadRequestError if one cannot be served."""
+        return [self(replace(request, prompt=prompt)) for prompt in (request.prompt, *request.others)]
+
     def __call__(self, request: Request) -> PreparedRequest:
         """Prepares a request. Raises BadRequestError if it cannot be served."""
         _check_end(request.messages)
@@ -187,17 +192,20 @@ class Preparer:
             return self._chat(request)
         tokens = request.prompt
         if isinstance(tokens, str):
-            self._check_length(tokens)
-            tokens = self._raw(tokens)
+            self._check_length(tokens + (request.suffix or ""))
+            tokens = self._raw(tokens, request.suffix)
         if not tokens:
             raise BadRequestError("prompt is empty; expected some text", "prompt")
         if (largest := max(tokens)) >= self.vocab_size or min(tokens) < 0:
             raise BadRequestError(f"prompt has token {largest}; the largest is {self.vocab_size - 1}", "prompt")
         return PreparedRequest(request, list(tokens), mask=self._mask(request, False, "", ""))
 
-    def _raw(self, text: str) -> list[int]:
+    def _raw(self, text: str, suffix: str | None) -> list[int]:
         bos = self.tokenizer.bos_token
-        return self.tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos))
+        marked = text if suffix is None else fill_in(text, suffix, self.tokenizer.get_vocab())
+        if marked is None:
+            raise BadRequestError("suffix was sent; this model has no marks for filling in: leave it out", "suffix")
+        return self.tokenizer.encode(marked, add_special_tokens=bos is None or not marked.startswith(bos))
 
     def _chat(self, request: Request) -> PreparedRequest:
         if request.tools and request.tool_choice != "none" and self.dialect is None:

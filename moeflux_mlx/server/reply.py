@@ -1,18 +1,19 @@
 """Sends an answer to a client: the events from the worker's thread, until the answer ends or the client disconnects."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
 from ..text.events import CallEnd, Text
 from .admission import Place
-from .job import Job
+from .job import Job, SharedPrompt
 from .listen import FILLER
 from .prepare import PreparedRequest, WrittenAnswer
-from .request import Failed, Finish, ServerEvent
+from .request import Failed, Finish, ServerEvent, summed
 from .wire.ids import Ids
 from .wire.replies import Reply
 from .worker import Worker
@@ -23,62 +24,105 @@ MOST_UNREAD = 1 << 13  # events that may wait for a client to read
 UNREAD = Failed(503, "not_read", "the answer was not read as fast as it was written, and is given up")
 
 
-class Events:
-    """The events of one job, in the event loop's thread. Making this object puts the job in the queue.
+class Choice:
+    """One of the answers of a reply, in the event loop's thread.
 
     Attributes:
         last: the last event taken.
     """
 
-    def __init__(self, worker: Worker, prepared: PreparedRequest, place: Place):
-        loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[ServerEvent] = asyncio.Queue()
-
-        def emit(event: ServerEvent) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._put, event)
-
-        self._given_up = False
+    def __init__(self, job: Job, ids: Ids):
+        self.job, self.ids = job, ids
         self.last: ServerEvent | None = None
         self._calls: list[CallEnd] = []
         self._text: list[str] = []
-        self._worker, self.job = worker, Job(prepared, emit, place.client, place.leave)
-        worker.submit(self.job)
 
-    def _put(self, event: ServerEvent) -> None:
+    def take(self, event: ServerEvent) -> None:
+        self.last = event
+        self._calls += [event] if isinstance(event, CallEnd) else []
+        self._text += [event.text] if isinstance(event, Text) else []
+
+    def written(self) -> WrittenAnswer:
+        """The answer as the model wrote it, available after the last event."""
+        named = tuple(self.ids.calls[call.index] for call in self._calls if call.index in self.ids.calls)
+        return WrittenAnswer(named, self._calls, "".join(self._text), self.job.raw)
+
+
+class Events:
+    """The events of the jobs of one request, in the event loop's thread. Making this object puts the jobs in the queue.
+
+    Args:
+        prompts: what is answered, each prompt as often as the request asks for; seeds are counted up.
+
+    Attributes:
+        choices: the answers, those to the first prompt first.
+    """
+
+    def __init__(self, worker: Worker, prompts: Sequence[PreparedRequest], place: Place):
+        self._loop, self._worker = asyncio.get_running_loop(), worker
+        self._queue: asyncio.Queue[tuple[Choice, ServerEvent]] = asyncio.Queue()
+        self._given_up = False
+        self._answers, ids = prompts[0].request.answers, Ids()
+        self.choices: list[Choice] = []
+        for prepared in prompts:
+            shared = SharedPrompt(self._answers) if self._answers > 1 else None
+            for n in range(self._answers):
+                emit, own = partial(self._emit, len(self.choices)), ids.of_choice(len(self.choices))
+                job = Job(_seeded(prepared, n), emit, place.client, place.leave, shared)
+                self.choices.append(Choice(job, own))
+        for choice in self.choices:
+            worker.submit(choice.job)
+
+    def _emit(self, index: int, event: ServerEvent) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._put, self.choices[index], event)
+
+    def _put(self, choice: Choice, event: ServerEvent) -> None:
         if not self._given_up and self._queue.qsize() >= MOST_UNREAD:
             self._given_up = True
             self.cancel()
-            self._queue.put_nowait(UNREAD)
+            self._queue.put_nowait((choice, UNREAD))
         elif not self._given_up:
-            self._queue.put_nowait(event)
+            self._queue.put_nowait((choice, event))
 
-    async def next(self, seconds: float | None) -> ServerEvent | None:
-        """The next event; None after a timeout."""
+    async def next(self, seconds: float | None) -> tuple[Choice, ServerEvent] | None:
+        """The next event of one of the choices; None after a timeout."""
         try:
-            event = self.last = await asyncio.wait_for(self._queue.get(), seconds)
+            choice, event = await asyncio.wait_for(self._queue.get(), seconds)
         except asyncio.TimeoutError:
             return None
-        self._calls += [event] if isinstance(event, CallEnd) else []
-        self._text += [event.text] if isinstance(event, Text) else []
-        return event
+        choice.take(event)
+        return choice, event
 
-    def written(self, ids: Ids) -> WrittenAnswer:
-        """The answer as the model wrote it, available after the last event; `ids` are the client's ids of the calls."""
-        named = tuple(ids.calls[call.index] for call in self._calls if call.index in ids.calls)
-        return WrittenAnswer(named, self._calls, "".join(self._text), self.job.raw)
+    @property
+    def last(self) -> Finish | Failed | None:
+        """How the request ended: the first failure, or the counts of all answers; None while it goes on."""
+        lasts = [choice.last for choice in self.choices]
+        failed = next((last for last in lasts if isinstance(last, Failed)), None)
+        finishes = [last for last in lasts if isinstance(last, Finish)]
+        return failed or (summed(finishes, self._answers) if len(finishes) == len(lasts) else None)
 
     def cancel(self) -> None:
-        self._worker.cancel(self.job)
+        for choice in self.choices:
+            self._worker.cancel(choice.job)
+
+
+def _seeded(prepared: PreparedRequest, n: int) -> PreparedRequest:
+    """The request for the `n`-th answer to a prompt, whose seed is counted up."""
+    sampling = prepared.request.sampling
+    if sampling.seed is None or not n:
+        return prepared
+    seed = (sampling.seed + n) % 2**64
+    return replace(prepared, request=replace(prepared.request, sampling=replace(sampling, seed=seed)))
 
 
 class EventStream:
     """An ASGI response that writes a reply as it comes.
 
     Args:
-        events: the job's events.
-        reply: writes them in the API's form.
-        over: called after the last event, before the client is told.
+        events: the events of the request's jobs.
+        make_reply: makes what writes one choice in the API's form.
+        over: called after the last event of a choice, before the client is told.
         held: resources to release when the answer has ended.
         keepalive: seconds.
     """
@@ -86,15 +130,23 @@ class EventStream:
     def __init__(
         self,
         events: Events,
-        reply: Reply,
-        over: Callable[[], None],
+        make_reply: Callable[[Ids], Reply],
+        over: Callable[[Choice], None],
         held: AsyncExitStack,
         keepalive: float = KEEPALIVE,
     ):
-        self.events, self.reply, self.over, self.held, self.keepalive = events, reply, over, held, keepalive
+        self.events, self.over, self.held, self.keepalive = events, over, held, keepalive
+        self.replies = {choice: make_reply(choice.ids) for choice in events.choices}
+
+    @property
+    def _open(self) -> Reply:
+        """A reply that is not complete, or the one that ended the stream."""
+        replies = list(self.replies.values())
+        failed = [reply for reply in replies if reply.answer.failed]
+        return [*failed, *(reply for reply in replies if not reply.answer.over), *replies][0]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["state"][FILLER] = self.reply.keepalive
+        scope["state"][FILLER] = lambda: self._open.keepalive()
         gone = asyncio.ensure_future(disconnected(receive))
         writing = asyncio.ensure_future(self._write(send))
         try:
@@ -111,29 +163,31 @@ class EventStream:
             await self.held.aclose()
 
     async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        headers = [(b"content-type", self._open.content_type), *HEADERS]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for piece in self._pieces():
             await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": self.reply.end()})
+        last = self.events.last
+        total = last if isinstance(last, Finish) else None
+        await send({"type": "http.response.body", "body": self._open.end(total)})
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         loop = asyncio.get_running_loop()
         written = loop.time()
-        event: Any = None
-        while not isinstance(event, (Finish, Failed)):
-            event = await self.events.next(max(written + self.keepalive - loop.time(), 0.0))
-            pieces = [] if event is None else self.reply.events(event)
+        while self.events.last is None:
+            got = await self.events.next(max(written + self.keepalive - loop.time(), 0.0))
+            pieces = [] if got is None else self.replies[got[0]].events(got[1])
             if not pieces and loop.time() - written >= self.keepalive:
-                pieces = [self.reply.keepalive()]
-            if isinstance(event, Finish):
-                self.over()
+                pieces = [self._open.keepalive()]
+            if got is not None and isinstance(got[1], Finish):
+                self.over(got[0])
             if pieces:
                 written = loop.time()
                 yield b"".join(pieces)
 
 
-async def whole(events: Events, receive: Receive) -> list[ServerEvent] | None:
-    """All events; None if the client disconnects before the last one."""
+async def whole(events: Events, receive: Receive) -> dict[Choice, list[ServerEvent]] | None:
+    """All events of each choice; None if the client disconnects before the last one."""
     gone = asyncio.ensure_future(disconnected(receive))
     collecting = asyncio.ensure_future(_collect(events))
     try:
@@ -146,11 +200,11 @@ async def whole(events: Events, receive: Receive) -> list[ServerEvent] | None:
         await asyncio.gather(gone, collecting, return_exceptions=True)
 
 
-async def _collect(events: Events) -> list[ServerEvent]:
-    collected: list[ServerEvent] = []
-    while not collected or not isinstance(collected[-1], (Finish, Failed)):
-        event = await events.next(None)
-        collected += [] if event is None else [event]
+async def _collect(events: Events) -> dict[Choice, list[ServerEvent]]:
+    collected: dict[Choice, list[ServerEvent]] = {choice: [] for choice in events.choices}
+    while events.last is None:
+        if (got := await events.next(None)) is not None:
+            collected[got[0]].append(got[1])
     return collected
 
 
@@ -161,7 +215,6 @@ async def disconnected(receive: Receive) -> None:
 
 
 HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]

@@ -6,7 +6,7 @@ The wire forms translate from and to these; nothing below them knows HTTP or JSO
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..experts.stats import Asked
 from ..files import JsonObject
@@ -68,6 +68,9 @@ class Request:
             `reasoning_content` and `tool_calls` [{"id", "type": "function", "function": {"name", "arguments": an
             object}}]; a tool's `tool_call_id` and `name`. Empty where `prompt` is given.
         prompt: text or token ids that no template touches.
+        others: further prompts, which are answered in the same reply.
+        suffix: the text before which the answer to `prompt` ends, for models with marks for filling in.
+        answers: the number of answers to each prompt.
         tools: in the form {"type": "function", "function": {"name", "description", "parameters", "strict"}}.
         tool_choice: "auto", "none", "required", or the name of a tool in a list of one.
         max_tokens: None: as many as the context has room for.
@@ -86,6 +89,9 @@ class Request:
     model: str
     messages: Sequence[JsonObject] = ()
     prompt: str | Sequence[int] | None = None
+    others: Sequence[str | Sequence[int]] = ()
+    suffix: str | None = None
+    answers: int = 1
     tools: Sequence[JsonObject] = ()
     tool_choice: str | Sequence[str] = "auto"
     parallel_tool_calls: bool = True
@@ -164,6 +170,21 @@ class Finish:
     prompt_seconds: float = 0.0
     completion_seconds: float = 0.0
     asked: Asked = Asked()
+
+
+def summed(finishes: Sequence[Finish], answers: int) -> Finish:
+    """The counts of a reply with so many answers to each prompt; a prompt counts once."""
+    prompts = [finishes[i : i + answers] for i in range(0, len(finishes), answers)]
+    return replace(
+        finishes[0],
+        prompt_tokens=sum(each[0].prompt_tokens for each in prompts),
+        cached_tokens=sum(min(one.cached_tokens for one in each) for each in prompts),
+        completion_tokens=sum(one.completion_tokens for one in finishes),
+        reasoning_tokens=sum(one.reasoning_tokens for one in finishes),
+        prompt_seconds=sum(max(one.prompt_seconds for one in each) for each in prompts),
+        completion_seconds=max(one.completion_seconds for one in finishes),
+        asked=sum((one.asked for one in finishes), Asked()),
+    )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
@@ -13,13 +15,14 @@ from ..driving.sampling import LogitsProcessor, make_logits_processors, make_sam
 from ..driving.session import Answer
 from ..errors import MoefluxError, RequestError
 from ..experts.stats import Asked
+from ..text.boundaries import shared_length
 from ..text.tokenizer import TokenizerWrapper
 from .answering import Answering
 from .faults import report
 from .job import Job
 from .prepare import sampler_settings
 from .request import Accepted, Failed, Finish, PromptProgress, Sampling
-from .sessions import KeptSession, Sessions
+from .sessions import WORTH_COPYING, KeptSession, Sessions
 
 REPORT_EVERY = 0.25  # seconds between reports on a prompt
 OVERTAKING = 4  # a prompt overtakes the rest of one that is this many times as long
@@ -54,6 +57,7 @@ class Running:
         in_prompt: whether no token has been chosen yet.
         is_over: whether the last event is sent and the session given back.
         left: tokens of the prompt still to be computed.
+        waits: whether another prompt is being computed that begins alike, and has not come to where they differ.
         set_aside: number of tokens for which memory is reserved.
         tokens: number of tokens of the answer.
         asked: the experts that its prompt requested.
@@ -63,7 +67,9 @@ class Running:
         self.job, self._sessions, self._totals = job, sessions, totals
         self.progress, self.in_prompt, self.is_over = (0, 0), True, False
         self.left = self.set_aside = self.tokens = 0
-        self.asked = Asked()
+        self.waits, self.asked = False, Asked()
+        self._shared: WeakKeyDictionary[Running, int] = WeakKeyDictionary()
+        self._ahead = 0  # tokens of the prompt that others have computed for theirs
         self._came = totals.computed_tokens
         self._kept: KeptSession | None = None
         self.answer: Answer | None = None
@@ -77,7 +83,25 @@ class Running:
         """Recomputes how many tokens of a waiting prompt are already known."""
         if self.answer is None:
             tokens = self.job.prepared.tokens
-            self.left = len(tokens) - self._sessions.known(tokens)
+            self.left = len(tokens) - max(self._sessions.known(tokens), self._ahead)
+
+    def follow(self, begun: "Sequence[Running]") -> None:
+        """Notes what the prompts that are being computed save a waiting one, and whether it waits for more."""
+        self.waits = False
+        for other in begun if self.answer is None else ():
+            assert other.answer is not None
+            shared, absorbed = self._shared_with(other), other.answer.session.absorbed
+            self._ahead = max(self._ahead, min(shared, absorbed))
+            known = len(self.job.prepared.tokens) - self.left
+            is_same = self.job.shared is not None and self.job.shared is other.job.shared
+            self.waits |= is_same or shared - max(known, absorbed) >= WORTH_COPYING
+        self.left = min(self.left, len(self.job.prepared.tokens) - self._ahead)
+
+    def _shared_with(self, other: "Running") -> int:
+        """The length of the beginning that both prompts have."""
+        if other not in self._shared:
+            self._shared[other] = shared_length(self.job.prepared.tokens[:-1], other.job.prepared.tokens)
+        return self._shared[other]
 
     @property
     def due(self) -> int:
@@ -103,18 +127,22 @@ class Running:
 
     def begin(self) -> Answer:
         """Takes a session and makes its answer, of which nothing is computed yet."""
-        prepared = self.job.prepared
+        prepared, shared = self.job.prepared, self.job.shared
         self._began = time.perf_counter()
-        self._kept = self._sessions.take(prepared.tokens, prepared.request.session)
+        end = shared.begin() if shared is not None else None
+        if end is not None:
+            self.answer = end.answer(prepared.max_tokens, **self._sampling(end.session.tokenizer))
+            self._kept = self._sessions.hold(self.answer.session, prepared.request.session)
+        else:
+            self._kept = self._sessions.take(prepared.tokens, prepared.request.session)
+            sampling, given = self._sampling(self._kept.session.tokenizer), {"max_tokens": prepared.max_tokens}
+            self.answer = self._kept.session.answer(
+                prepared.tokens, boundaries=prepared.boundaries, **given, **sampling
+            )
+            self.answer.keeps_end = shared is not None and shared.waiting > 0
         session = self._kept.session
         self._answering = Answering(prepared, session.tokenizer)
         self._responder = Responder(session.model, session.tokenizer, len(prepared.tokens))
-        self.answer = session.answer(
-            prepared.tokens,
-            boundaries=prepared.boundaries,
-            max_tokens=prepared.max_tokens,
-            **self._sampling(prepared.request.sampling, session.tokenizer),
-        )
         return self.answer
 
     def take(self, event: Event[Answer]) -> None:
@@ -134,8 +162,10 @@ class Running:
             self.fail(error)
 
     def _end_prompt(self) -> None:
-        assert self._kept is not None
-        self.in_prompt, self._kept.is_answering, self.left = False, True, 0
+        assert self.answer is not None
+        self.in_prompt, self.left = False, 0
+        if self.answer.keeps_end and self.job.shared is not None:
+            self.job.shared.end, self.answer.prompt_end = self.answer.prompt_end, None
         self._first = time.perf_counter()
         self.job.emit(PromptProgress(self.progress[1], self.progress[1]))  # the first token may have no text
 
@@ -204,10 +234,11 @@ class Running:
             self._reported_at = now
             self.job.emit(PromptProgress(done, total))
 
-    def _sampling(self, sampling: Sampling, tokenizer: TokenizerWrapper) -> SamplerOptions:
+    def _sampling(self, tokenizer: TokenizerWrapper) -> SamplerOptions:
         """The sampler's random numbers belong to the request, so the same seed gives the same answer, whatever else
         runs.
         """
+        sampling = self.job.prepared.request.sampling
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         settings = {**sampler_settings(sampling), "xtc_special_tokens": xtc_special_tokens(tokenizer)}
         return {

@@ -19,14 +19,13 @@ SMALL = 256  # tokens; shorter texts, such as requests for titles, are dropped f
 @dataclass(eq=False)
 class KeptSession:
     """A session, the time of its last use, the position from which it may be overwritten (its last answer), and whether
-    it is in use. `is_answering`: it is in use and has absorbed its prompt, so that others can branch off there.
+    it is in use.
     """
 
     session: Session
     used: int = 0
     answer_at: int = 0
     busy: bool = False
-    is_answering: bool = False
     hint: str | None = None
 
 
@@ -75,21 +74,26 @@ class Sessions:
             session, length = best.session, known[best]
             best.used = next(self._clock)
             chosen = self._new(lambda: session.fork(length))
-        chosen.busy, chosen.is_answering, chosen.hint, chosen.used = True, False, hint, next(self._clock)
+        return self._in_use(chosen, hint)
+
+    def hold(self, session: Session, hint: str | None = None) -> KeptSession:
+        """A session that was made elsewhere, to be returned with `give_back`."""
+        return self._in_use(self._new(lambda: session), hint)
+
+    def _in_use(self, chosen: KeptSession, hint: str | None) -> KeptSession:
+        chosen.busy, chosen.hint, chosen.used = True, hint, next(self._clock)
         return chosen
 
     def give_back(self, kept: KeptSession, answer_at: int) -> None:
         """Marks the session as unused; the text after `answer_at` tokens will probably not be needed again."""
-        kept.busy, kept.is_answering, kept.answer_at = False, False, min(answer_at, len(kept.session.tokens))
+        kept.busy, kept.answer_at = False, min(answer_at, len(kept.session.tokens))
         while self.nbytes > self._max_bytes and self._drop_oldest(besides=kept):
             pass
 
     def _knows(self, kept: KeptSession, tokens: Sequence[int]) -> int:
-        """How many tokens `kept` saves; the last one of a running answer does not count, because it may not be absorbed
-        yet.
+        """How many tokens `kept` saves. While it is in use, the last one does not count, because it may not be absorbed
+        yet, nor does a half-done span.
         """
-        if kept.busy and not kept.is_answering:
-            return 0
         return kept.session.known(tokens[: len(kept.session.tokens)] if kept.busy else tokens)
 
     def _new(self, make: Callable[[], Session]) -> KeptSession:

@@ -153,6 +153,11 @@ class ModelSwitch:
         return self.has_loaded or self.error is not None
 
     @property
+    def is_computing(self) -> bool:
+        """Whether requests of the loaded model run."""
+        return self.loaded is not None and bool(self.loaded.worker.state.running)
+
+    @property
     def queue(self) -> int:
         """The number of waiting requests."""
         return len(self.places)

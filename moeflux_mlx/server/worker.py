@@ -252,6 +252,8 @@ class Worker:
             return self._may_step(answering)
         self.watch.compute([prompt])
         try:
+            if prompt.answer is None:
+                self._loop.pause()  # another prompt may have computed a part of this one
             answer = prompt.answer or prompt.begin()
         except Exception as error:
             prompt.fail(error)
@@ -263,8 +265,14 @@ class Worker:
         return [answer]
 
     def _due_prompt(self) -> Running | None:
-        """The prompt to go on with: the one that was computed last, unless it is over or another one overtakes it."""
+        """The prompt to go on with: the one that was computed last, unless it is over or another one overtakes it. One
+        that begins like a prompt in progress waits until it can begin behind what they share.
+        """
         prompts, last = [one for one in self.state.running if one.in_prompt and not one.is_over], self._prompt
+        begun = [one for one in prompts if one.answer is not None]
+        for one in prompts:
+            one.follow(begun)
+        prompts = [one for one in prompts if not one.waits]
         if last not in prompts or any(one.overtakes(last) for one in prompts if one is not last):
             for one in prompts:
                 one.estimate()

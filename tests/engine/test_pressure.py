@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from tiny_models import tiny_directory
 
-from moeflux_mlx.errors import DeviceError
+from moeflux_mlx.errors import DeviceError, RequestError
 from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.planning.breath import Breath
 from moeflux_mlx.planning.needs import headroom_bytes
@@ -286,13 +286,16 @@ def test_a_call_for_which_there_is_no_memory_is_refused(tmp_path):
     clock = Clock()
     limit = PoolLimit([ControlGroup(folder)], engine.plan.most, clock)
     breath = Breath(engine.model.args, engine.experts.layout, engine.plan, limit)
-    engine.experts.allowance, engine.experts.limit = breath, limit
+    engine.experts.allowance, engine.experts.limit, engine.experts.prompt_check = breath, limit, breath.check_prompt
     tokens = mx.array([[3, 1, 4, 1, 5]])
     before = engine.model(tokens)
     write_group(folder, 2, GB, GB - 100)
     clock.pass_by(1)
     with pytest.raises(DeviceError, match=r"5 tokens need .* GB .* leaves 0.00 GB; raise the limit, end other"):
         engine.model(tokens)
+    clock.pass_by(1)
+    with pytest.raises(RequestError, match=r"900 tokens need .* GB .* leaves 0.00 GB; raise the limit, end other"):
+        next(engine.session().answer([1] * 900).prompt_pieces())
     write_group(folder, 2, 10 * GB, GB)
     clock.pass_by(1)
     assert mx.array_equal(engine.model(tokens), before)

@@ -23,11 +23,12 @@ from moeflux_mlx.experts.stats import Asked, LoaderStats
 from moeflux_mlx.model.drafting import Drafting
 from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.server.admission import Admission
-from moeflux_mlx.server.app import Served, make_app
+from moeflux_mlx.server.app import make_app
 from moeflux_mlx.server.guard import Rules
 from moeflux_mlx.server.listen import Listener, bind
 from moeflux_mlx.server.prepare import Defaults
 from moeflux_mlx.server.request import Sampling
+from moeflux_mlx.server.served import Served
 from moeflux_mlx.server.sessions import Sessions
 from moeflux_mlx.server.switch import ModelChoice, ModelSwitch
 from moeflux_mlx.text.boundaries import shared_length
@@ -170,6 +171,10 @@ class FakeSession:
         self.engine, self.model, self.tokenizer = engine, engine.model, engine.tokenizer
         self.tokens, self.reuse, self.nbytes = [], Reuse(), 0
 
+    @property
+    def absorbed(self):
+        return len(self.tokens)
+
     def known(self, prompt):
         return shared_length(self.tokens, prompt[:-1])
 
@@ -216,7 +221,7 @@ class FakeSession:
 class FakeAnswer:
     """An answer of a `FakeSession`, as a loop drives it."""
 
-    shares_steps, asked, decoding = False, Asked(), None
+    shares_steps, asked, decoding, prompt_end = False, Asked(), None, None
 
     def __init__(self, session, prompt, max_tokens, processors):
         self.session, self.prompt, self._limit, self._processors = session, prompt, max_tokens, processors

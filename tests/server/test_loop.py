@@ -251,6 +251,39 @@ def test_subagents_compute_their_common_prompt_once():
     assert cached[0] == 0 and all(n > len(LONG) for n in cached[1:])
 
 
+def asked(live, order, task):
+    """Returns a client that asks for a task behind the long beginning that all of them have."""
+    return Client(live, f"{LONG}{task}", order)
+
+
+def test_a_short_prompt_waits_for_the_beginning_that_it_shares_with_a_long_one():
+    """It does not compute it again, and goes first behind it."""
+    with Live(engine) as live:
+        order, tail = [], "a tail " * 400
+        live.worker.state.engine.prompt_seconds = 0.008
+        long = asked(live, order, tail)
+        wait_for(lambda: live.worker.state.running and live.worker.state.running[0].progress[0] > 0)
+        short = asked(live, order, "Now.")
+        wait_for(lambda: len(order) == 2)
+        assert order == [LONG + "Now.", LONG + tail]
+        assert live.models.totals.computed_tokens < long.reply["usage"]["prompt_tokens"] + 64
+        assert short.reply["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(LONG) - 64
+
+
+def test_who_leaves_hands_the_common_beginning_over():
+    with Live(engine, sessions=4) as live:
+        order = []
+        agents = [asked(live, order, f"Task {n}.") for n in range(4)]
+        wait_for(lambda: len(live.worker.state.running) == 4)
+        first = live.worker.state.running[0]
+        wait_for(lambda: first.progress[0] > 100)
+        first.job.cancel()
+        wait_for(lambda: len(order) == 4)
+        assert sorted(isinstance(one.reply, dict) for one in agents) == [False, True, True, True]
+        total = len(first.job.prepared.tokens)
+        assert live.models.totals.computed_tokens < total + 4 * 48, "the beginning is computed once"
+
+
 def job(client="", tokens=100, limit=50):
     return Job(PreparedRequest(None, [0] * tokens, max_tokens=limit), print, client)
 

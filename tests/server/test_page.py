@@ -516,6 +516,13 @@ def test_drafts_are_shown_where_there_are_any(open_page):
     open_page.until(lambda: open_page.see("#drafts-text") == "930 of 1,240 taken, by a draft head")
 
 
+def test_a_model_for_embeddings_is_shown(open_page):
+    assert open_page.run("document.getElementById('embedding').hidden")
+    model = {"name": "owls", "state": "loaded", "bytes": 1_200_000_000}
+    open_page.server.feed = lambda step: {**feed(1), "embedding": model}
+    open_page.until(lambda: open_page.see("#embedding-text") == "owls: loaded, 1.2 GB")
+
+
 def test_every_running_request_has_a_lane(open_page):
     open_page.send("Mine")
     own = open_page.server.requests[0]["prompt_cache_key"]

@@ -49,9 +49,9 @@ FIELDS = [
     ("parse_tool_calls", [True], [False]),
     ("reasoning_budget_tokens", [-1], [0, 100]),
     ("thinking_budget_tokens", [-1], [100]),
-    ("n", [1], [2, 0, "2"]),
+    ("n", [1], [0, "2", 65]),
     ("best_of", [1], [3]),
-    ("n_cmpl", [1], [2]),
+    ("n_cmpl", [1], [0]),
     ("echo", [False], [True]),
     ("truncate_prompt_tokens", [-1], [10]),
     ("adapters", [""], ["path"]),
@@ -83,6 +83,14 @@ def test_a_field_asks_for_nothing_or_is_refused_by_its_name(name, neutral, askin
         with pytest.raises(BadRequestError, match=rf"^{name} is .*; expected ") as caught:
             read(api, body, **{name: value})
         assert caught.value.param == name
+
+
+def test_only_openais_older_apis_give_several_answers():
+    for api, body in READERS[:2]:
+        assert read(api, body, n=3).answers == read(api, body, n_cmpl=3).answers == 3
+    for api, body in READERS[2:]:
+        with pytest.raises(BadRequestError, match="^n is 3; expected 1: this API gives one answer"):
+            read(api, body, n=3)
 
 
 def test_every_refused_field_is_among_these():

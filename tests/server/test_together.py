@@ -206,6 +206,8 @@ BENCHES = {
     "recurrent": lambda: open_engine(tiny_directory("qwen3_5_moe"), prefill_step_size=8),
 }
 
+KINDS = {"read": "qwen3_moe", "recurrent": "qwen3_5_moe"}
+
 
 @pytest.fixture(scope="module", params=BENCHES)
 def bench(request):
@@ -240,6 +242,41 @@ def test_a_failed_read_ends_those_that_chose_the_expert(tmp_path):
     ends = [told(bench.answer_alone(ask, n)) for n, ask in enumerate(asks)]
     failed = [text for text, how in ends if how == (500, "server_error")]
     assert any(failed) and len(failed) < len(ends), "some said a token before they failed, some ended well"
+    assert bench.stop()
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_prompt_begins_behind_the_part_of_a_longer_one_that_is_computed(name):
+    """The longer one is paused in the middle of a span, and both answers are those of the prompts alone."""
+    bench = Bench(open_engine(tiny_directory(KINDS[name]), set={"span": 48}))
+    bench.worker.sessions = Sessions(lambda: bench.engine.session(checkpoint_every=16), 3, 1 << 30)
+    common = [int(n) for n in np.random.default_rng(3).integers(0, 200, 100)]
+    prompts = [[*common, *range(1, 200), *range(1, 200)], [*common, 7, 8, 9]]
+    jobs, heard, over = {}, [[], []], threading.Event()
+
+    def submit(n):
+        request = Request("completions", "tiny", sampling=Sampling(0.0))
+        jobs[n] = Job(PreparedRequest(request, prompts[n], max_tokens=6), lambda event: hear(n, event))
+        bench.worker.submit(jobs[n])
+
+    def hear(n, event):
+        heard[n].append(event)
+        if len(jobs) == 1:
+            submit(1)
+        if all(map(bench.is_over, heard)):
+            over.set()
+
+    submit(0)
+    assert over.wait(60)
+    together = [told(events) for events in heard]
+    assert heard[0][-1].cached_tokens == 0 and 64 <= heard[1][-1].cached_tokens <= len(common)
+    for n in range(2):
+        wait_for(lambda: not bench.worker.state.running)
+        bench.worker.sessions.kept.clear()
+        heard[n].clear()
+        over.clear()
+        submit(n)
+        assert over.wait(60) and told(heard[n]) == together[n]
     assert bench.stop()
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from ...files import JsonDict, JsonObject, JsonValue
 from ...text.results import Message
-from ..request import PromptProgress, Request, ServerEvent, TokenLogprob
+from ..request import Finish, PromptProgress, Request, ServerEvent, TokenLogprob
 from . import conversation, settings, tools
 from .answer import Block, BlockStep, WireAnswer
 from .fields import Body, check, wrong
@@ -37,12 +37,13 @@ def read(body: JsonObject) -> Request:
         parallel_tool_calls=fields.flag("parallel_tool_calls", True),
         max_tokens=settings.token_limit(fields),
         stop=settings.stops(fields),
-        sampling=settings.sampling(fields, settings.logprobs(fields)),
+        sampling=settings.sampling(fields, settings.logprobs(fields), settings.ANSWERS),
         template_variables=variables,
         thinking=settings.thinking(fields, variables),
         effort=settings.effort(fields, "reasoning_effort"),
         schema=settings.structure(fields.object("response_format")),
         images=images,
+        answers=settings.answers(fields),
         stream=fields.flag("stream"),
         session=fields.text("prompt_cache_key"),
         extra=settings.stream_options(fields),
@@ -108,10 +109,10 @@ def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = Non
     ids, answer = ids or Ids(), folded(events)
     if answer.finish is None:
         return openai_failure(answer)
-    id = ids.make("chatcmpl-")
-    choice = {"index": 0, "message": _reply(answer, ids), "finish_reason": _FINISH[answer.reason()]}
+    id = ids.reply("chatcmpl-")
+    choice = {"index": ids.index, "message": _reply(answer, ids), "finish_reason": _FINISH[answer.reason()]}
     if request.sampling.top_logprobs is not None:
-        choice["logprobs"] = {"content": [_logprob(token) for token in answer.logprobs()], "refusal": None}
+        choice["logprobs"] = {"content": [logprob(token) for token in answer.logprobs()], "refusal": None}
     return {
         "id": id,
         "object": "chat.completion",
@@ -138,7 +139,8 @@ def _called(block: Block, ids: Ids) -> JsonDict:
     return {"id": ids.call(block.call, "call_"), "type": "function", "function": function}
 
 
-def _logprob(token: TokenLogprob) -> JsonDict:
+def logprob(token: TokenLogprob) -> JsonDict:
+    """One token's log-probability with those of the alternatives."""
     return {**_one_logprob(token), "top_logprobs": [_one_logprob(other) for other in token.top]}
 
 
@@ -153,7 +155,7 @@ class ChatReply(Reply):
 
     def __init__(self, request: Request, ids: Ids):
         super().__init__(request, ids)
-        self._id = ids.make("chatcmpl-")
+        self._id = ids.reply("chatcmpl-")
         self._begun = False
 
     def waiting(self) -> bytes:
@@ -163,7 +165,7 @@ class ChatReply(Reply):
         if self.answer.failed is None:
             yield from self._begin()
         if isinstance(event, PromptProgress) and self.request.extra.get("return_progress"):
-            yield self._chunk([_choice({})], prompt_progress=progress(event, self.answer))
+            yield self._chunk([self._choice({})], prompt_progress=progress(event, self.answer))
 
     def _begin(self) -> list[bytes]:
         """The chunk with the role, if it has not been sent."""
@@ -176,9 +178,9 @@ class ChatReply(Reply):
         elif step.what == "grow" and step.block.kind == "reasoning":
             yield self._delta({"reasoning_content": step.text})
         elif step.what == "grow":
-            choice = _choice({"content": step.text})
+            choice = self._choice({"content": step.text})
             if step.logprobs:
-                choice["logprobs"] = {"content": [_logprob(token) for token in step.logprobs], "refusal": None}
+                choice["logprobs"] = {"content": [logprob(token) for token in step.logprobs], "refusal": None}
             yield self._chunk([choice])
 
     def _call_step(self, step: BlockStep) -> Iterable[bytes]:
@@ -197,18 +199,19 @@ class ChatReply(Reply):
         finish = self.answer.finish
         if finish is None:
             return
-        yield self._chunk([_choice({}, _FINISH[self.answer.reason()])], timings=timings(finish))
+        yield self._chunk([self._choice({}, _FINISH[self.answer.reason()])], timings=timings(finish))
+
+    def ending(self, total: Finish) -> Iterable[bytes]:
         if self.request.extra.get("include_usage"):
-            yield self._chunk([], usage=openai_usage(finish))
+            yield self._chunk([], usage=openai_usage(total))
 
     def _delta(self, delta: JsonObject) -> bytes:
-        return self._chunk([_choice(delta)])
+        return self._chunk([self._choice(delta)])
+
+    def _choice(self, delta: JsonObject, reason: str | None = None) -> JsonDict:
+        return {"index": self.ids.index, "delta": delta, "finish_reason": reason}
 
     def _chunk(self, choices: list[JsonDict], **more: JsonValue) -> bytes:
         head = {"id": self._id, "object": "chat.completion.chunk", "created": self.created}
         usage = {"usage": None} if self.request.extra.get("include_usage") else {}
         return encode({**head, "model": self.request.model, "choices": choices, **usage, **more})
-
-
-def _choice(delta: JsonObject, reason: str | None = None) -> JsonDict:
-    return {"index": 0, "delta": delta, "finish_reason": reason}

@@ -19,16 +19,24 @@ def read(body: JsonObject) -> Request:
     """The request of a body; a prompt is used unchanged, including lines that agents put into it."""
     check(body)
     fields = Body(body)
-    if fields.text("suffix"):
-        raise fields.wrong("suffix", "no suffix: write the model's own fill-in tokens into the prompt")
+    prompts, suffix = _prompts(fields), fields.text("suffix") or None
+    if suffix and not all(isinstance(prompt, str) for prompt in prompts):
+        raise fields.wrong("suffix", "no suffix beside a prompt of token ids")
+    answers = settings.answers(fields)
+    if len(prompts) * answers > settings.MOST_ANSWERS:
+        most = settings.MOST_ANSWERS
+        raise BadRequestError(f"{len(prompts)} prompts with n {answers} need more than {most} answers", "prompt")
     return Request(
         api="completions",
         model=fields.text("model") or "",
-        prompt=_prompt(fields),
+        prompt=prompts[0],
+        others=prompts[1:],
+        suffix=suffix,
         max_tokens=settings.token_limit(fields),
         stop=settings.stops(fields),
-        sampling=settings.sampling(fields, _logprobs(fields)),
+        sampling=settings.sampling(fields, _logprobs(fields), settings.ANSWERS),
         schema=settings.structure(fields.object("response_format")),
+        answers=answers,
         stream=fields.flag("stream"),
         session=fields.text("prompt_cache_key"),
         extra=settings.stream_options(fields),
@@ -43,17 +51,19 @@ def _logprobs(fields: Body) -> int | None:
     return fields.integer("logprobs", 0, 20)
 
 
-def _prompt(fields: Body) -> str | Sequence[int]:
+def _prompts(fields: Body) -> list[str | Sequence[int]]:
     value = fields.get("prompt")
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], (str, list, tuple)):
-        if len(value) > 1:
-            raise BadRequestError(f"prompt holds {len(value)} prompts; send one to a request", "prompt")
-        value = value[0]
+        return [_prompt(fields, one) for one in value]
+    return [_prompt(fields, value)]
+
+
+def _prompt(fields: Body, value: JsonValue) -> str | Sequence[int]:
     if isinstance(value, str):
         return value
     tokens = value if isinstance(value, (list, tuple)) else ()
     if not tokens or not all(type(token) is int and 0 <= token <= LARGEST for token in tokens):
-        raise fields.wrong("prompt", "a text or a list of token ids")
+        raise fields.wrong("prompt", "a text, a list of token ids, or a list of these")
     return list(tokens)
 
 
@@ -66,11 +76,11 @@ def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = Non
     ids, answer = ids or Ids(), folded(events)
     if answer.finish is None:
         return openai_failure(answer)
-    choice = _choice(answer.text("text"), _reason(answer.finish))
+    choice = _choice(ids.index, answer.text("text"), _reason(answer.finish))
     if request.sampling.top_logprobs is not None:
         choice["logprobs"] = _logprobs_of(answer.logprobs())
     return {
-        "id": ids.make("cmpl-"),
+        "id": ids.reply("cmpl-"),
         "object": "text_completion",
         "created": ids.now(),
         "model": request.model,
@@ -80,8 +90,8 @@ def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = Non
     }
 
 
-def _choice(text: str, reason: str | None = None) -> JsonDict:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+def _choice(index: int, text: str, reason: str | None = None) -> JsonDict:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
 
 def _reason(finish: Finish) -> str:
@@ -105,19 +115,19 @@ class CompletionReply(Reply):
 
     def __init__(self, request: Request, ids: Ids):
         super().__init__(request, ids)
-        self._id = ids.make("cmpl-")
+        self._id = ids.reply("cmpl-")
 
     def waiting(self) -> bytes:
-        return self._chunk([_choice("")])
+        return self._chunk([_choice(self.ids.index, "")])
 
     def opening(self, event: ServerEvent) -> Iterable[bytes]:
         if isinstance(event, PromptProgress) and self.request.extra.get("return_progress"):
-            yield self._chunk([_choice("")], prompt_progress=progress(event, self.answer))
+            yield self._chunk([_choice(self.ids.index, "")], prompt_progress=progress(event, self.answer))
 
     def step(self, step: BlockStep) -> Iterable[bytes]:
         if step.what != "grow" or step.block.kind != "text":
             return
-        choice = _choice(step.text)
+        choice = _choice(self.ids.index, step.text)
         if step.logprobs:
             choice["logprobs"] = _logprobs_of(step.logprobs)
         yield self._chunk([choice])
@@ -128,9 +138,11 @@ class CompletionReply(Reply):
         finish = self.answer.finish
         if finish is None:
             return
-        yield self._chunk([_choice("", _reason(finish))], timings=timings(finish))
+        yield self._chunk([_choice(self.ids.index, "", _reason(finish))], timings=timings(finish))
+
+    def ending(self, total: Finish) -> Iterable[bytes]:
         if self.request.extra.get("include_usage"):
-            yield self._chunk([], usage=openai_usage(finish))
+            yield self._chunk([], usage=openai_usage(total))
 
     def _chunk(self, choices: list[JsonDict], **more: JsonValue) -> bytes:
         head = {"id": self._id, "object": "text_completion", "created": self.created}

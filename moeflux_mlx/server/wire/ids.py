@@ -8,8 +8,8 @@ from collections.abc import Callable
 class Ids:
     """Ids of one reply.
 
-    `calls` maps the index of each call of a tool to the id that the client was given for it, which is what a
-    client names in its next request.
+    `index` is the number of the reply's choice that they belong to. `calls` maps the index of each call of a tool to
+    the id that the client was given for it, which is what a client names in its next request.
 
     Args:
         random: makes the part behind the prefix.
@@ -21,6 +21,17 @@ class Ids:
     ):
         self._random, self._clock = random, clock
         self.calls: dict[int, str] = {}
+        self.index, self._reply = 0, dict[str, str]()
+
+    def of_choice(self, index: int) -> "Ids":
+        """Ids of another choice of the same reply."""
+        other = Ids(self._random, self._clock)
+        other.index, other._reply = index, self._reply
+        return other
+
+    def reply(self, prefix: str) -> str:
+        """The id of the reply, the same for all of its choices."""
+        return self._reply.setdefault(prefix, self.make(prefix))
 
     def make(self, prefix: str) -> str:
         return prefix + self._random()

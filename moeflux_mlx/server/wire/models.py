@@ -14,6 +14,7 @@ def model(
     context: int | None,
     status: JsonObject = LOADED,
     features: JsonObject | None = None,
+    embedding: bool = False,
 ) -> JsonDict:
     """One model.
 
@@ -23,6 +24,7 @@ def model(
         context: how many tokens a prompt and its answer may have; None while that is not known, and then not said.
         status: whether it is loaded, as in llama.cpp's router, and the running requests.
         features: the fields of `Features`; None while they are not known.
+        embedding: whether it makes vectors of texts, and answers nothing.
     """
     lengths = {} if context is None else dict.fromkeys(("max_model_len", "max_input_tokens", "max_tokens"), context)
     return {
@@ -36,6 +38,7 @@ def model(
         "display_name": name,
         "created_at": datetime.fromtimestamp(int(created), timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "lifecycle": "active",
+        **({"embedding": True} if embedding else {}),
         **lengths,
     }
 

@@ -1,7 +1,7 @@
 """The common part of the replies of all APIs: the object that writes a stream, and failures in each API's form."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ...errors import counted
 from ...files import JsonDict
@@ -43,12 +43,15 @@ class Reply(ABC):
         steps = self.answer.take(event)
         return [*self.opening(event), *(out for step in steps for out in self.step(step)), *self.closing(event)]
 
-    def end(self) -> bytes:
-        """The last bytes of the stream; an answer without a last event has failed."""
+    def end(self, total: Finish | None = None) -> bytes:
+        """The last bytes of the stream; an answer without a last event has failed. `total`: the counts of all of the
+        reply's choices, if there are several.
+        """
         lost = Failed(500, "server_error", "the answer ended before it was finished; see the server's log")
-        return b"".join([*([] if self.answer.over else self.events(lost)), self.tail])
+        pieces, total = [] if self.answer.over else self.events(lost), total or self.answer.finish
+        return b"".join([*pieces, *(self.ending(total) if total else ()), self.tail])
 
-    tail = b""
+    tail, content_type = b"", b"text/event-stream; charset=utf-8"
 
     def keepalive(self) -> bytes:
         """An empty event of the API's kind; no bytes after the last event."""
@@ -61,6 +64,10 @@ class Reply(ABC):
     @abstractmethod
     def opening(self, event: ServerEvent) -> Iterable[bytes]:
         """The events before an event's steps."""
+
+    def ending(self, total: Finish) -> Iterable[bytes]:
+        """What comes once, after all choices."""
+        return ()
 
     @abstractmethod
     def step(self, step: BlockStep) -> Iterable[bytes]:
@@ -135,6 +142,12 @@ def openai_usage(finish: Finish) -> JsonDict:
         "prompt_tokens_details": {"cached_tokens": finish.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": finish.reasoning_tokens},
     }
+
+
+def joined(bodies: Sequence[JsonDict], total: Finish) -> JsonDict:
+    """One body with the choices of several, and the counts of all of them."""
+    choices = [choice for body in bodies for choice in body["choices"]]
+    return {**bodies[0], "choices": choices, "usage": openai_usage(total), "timings": timings(total)}
 
 
 def progress(event: PromptProgress, answer: WireAnswer) -> JsonDict:

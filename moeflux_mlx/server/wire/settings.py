@@ -21,11 +21,13 @@ RESERVED = frozenset(
 # In the order of their weight.
 TOKEN_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens", "n_predict")
 MOST_STOPS = 64
+ANSWERS, MOST_ANSWERS = ("n", "n_cmpl"), 64  # llama.cpp has the second name
 LEAST_TOP_P = 1e-6
 
 
-def sampling(body: Body, top_logprobs: int | None = None) -> Sampling:
-    _refuse_unserved(body)
+def sampling(body: Body, top_logprobs: int | None = None, serves: Sequence[str] = ()) -> Sampling:
+    """Raises BadRequestError: also for a field that no API serves but those that name it in `serves`."""
+    _refuse_unserved(body, serves)
     repetition = _repetition_penalty(body, "repetition_penalty")
     top_k = body.integer("top_k", -1)
     seed = body.integer("seed", -(2**63), 2**64 - 1)
@@ -46,12 +48,18 @@ def sampling(body: Body, top_logprobs: int | None = None) -> Sampling:
     )
 
 
-def _refuse_unserved(body: Body) -> None:
+def answers(body: Body) -> int:
+    """The number of answers to each prompt."""
+    counts = [body.integer(name, 1, MOST_ANSWERS) for name in ANSWERS]
+    return next((count for count in counts if count is not None), 1)
+
+
+def _refuse_unserved(body: Body, serves: Sequence[str]) -> None:
     """Raises BadRequestError: a field asks for something that this server does not do."""
     for reason, fields in UNSERVED.items():
         for name, neutral in fields.items():
             value = body.get(name)
-            if value is not None and value not in neutral:
+            if name not in serves and value is not None and value not in neutral:
                 raise body.wrong(name, f"{json.dumps(neutral[0])}: {reason}")
 
 
