@@ -4,6 +4,7 @@ how records are read.
 
 from collections.abc import Sequence
 
+import mlx.core as mx
 import numpy as np
 
 from ..formats.record import ExpertLayout, Key
@@ -80,11 +81,13 @@ class Pools(list[SlotPool]):
                 pool.places.take_all()
                 pool.slots = pool.fit(pool.slots)  # fewer if the device refused a buffer
 
-    def queued(self, outputs: Sequence[object]) -> None:
+    def queued(self, outputs: Sequence[mx.array]) -> None:
         """As `ExpertLoader.queued`."""
         for pool in self:
             if pool.staging is not None:
                 pool.staging.host.readers = outputs
+            else:
+                pool.places.queued(outputs)
 
     def host_shares(self, nbytes: int) -> list[int]:
         """Records of each pool that stay in host memory if all together may take `nbytes`."""

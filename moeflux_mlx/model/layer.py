@@ -125,8 +125,11 @@ class DecoderLayer(nn.Module):
         return kept, self.mlp.choose(x, self._second_norm, predict, self._ids(x, tokens))
 
     def finish(self, x: AnyArray, kept: Sequence[AnyArray]) -> AnyArray:
-        """The layer's output for a token, from the input of its feed-forward part and what the residual keeps."""
-        return self.residual.added(self.mlp.forward(x, self._second_norm), *kept)
+        """The output for a token of a layer that `may_be_queued`, from the input of its feed-forward part and what the
+        residual keeps. It predicts no experts.
+        """
+        before = self.mlp.choose(x, self._second_norm, False)
+        return self.residual.added(self.mlp.run_experts(before), *kept)
 
     @property
     def may_be_queued(self) -> bool:

@@ -13,7 +13,8 @@ from tiny_models import tiny_directory, use_plain_operations
 
 from moeflux_mlx.cli.opening import shapes_of
 from moeflux_mlx.errors import ExpertIOError
-from moeflux_mlx.experts import host_tier, routed
+from moeflux_mlx.experts import host_tier, pool_reads, routed
+from moeflux_mlx.experts.memory import staging_memory
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.streamed import StreamedExperts
@@ -21,7 +22,7 @@ from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.mixers.registry import cache_numbers, stored_forms
 from moeflux_mlx.model import optimistic
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.model.optimistic import OptimisticLayers
+from moeflux_mlx.model.optimistic import Grouping, OptimisticLayers
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.model.weights import arrange, fill, read_resident
 from moeflux_mlx.opening.kernel_cache import programs_of
@@ -32,26 +33,32 @@ from moeflux_mlx.ops.tiles import CODE
 from moeflux_mlx.spec import ModelArgs
 
 EXPERTS, TOP_K, TOKENS = 16, 4, 9
+BOTH = pytest.mark.parametrize("in_buffers", [False, True])
 
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     use_plain_operations(monkeypatch)
-    monkeypatch.setattr(optimistic, "LEAST_SHARE", 0.0)
-    monkeypatch.setattr(optimistic, "TOGETHER", 2)
+    queue_by(monkeypatch, Grouping(0.0, 2, 4, 2))
+
+
+def queue_by(monkeypatch, *groupings):
+    monkeypatch.setattr(optimistic, "GROUPINGS", groupings)
 
 
 def opened(family, *given, **options):
     return opened_in(tiny_directory(family), *given, **options)
 
 
-def opened_in(path, records=None, ahead=True, preadv=os.preadv, **options):
-    """A model whose pool has room for `records` records (None: all), compiled as for a GPU."""
+def opened_in(path, records=None, ahead=True, preadv=os.preadv, in_buffers=False, **options):
+    """A model whose pool has room for `records` records (None: all), compiled as for a GPU. Its records are copied, as
+    on CUDA, or in buffers, as on Metal."""
     args, tensors = ModelArgs.from_file(path), read_resident(path)
     packed = PackedExperts.open(path, args)
     nbytes = 1 << 30 if records is None else records * packed.layout.held_bytes
     reader = ExpertReader(packed, preadv=preadv)
-    source = StreamedExperts(packed, reader=reader, cache_bytes=nbytes, copied=True, **options)
+    memory = {"adopt": staging_memory} if in_buffers else {"copied": True}
+    source = StreamedExperts(packed, reader=reader, cache_bytes=nbytes, **memory, **options)
     experts = RoutedExperts(source, "off")
     model = Model(args, experts, stored_forms(tensors))
     fill(model, tensors, args.quantization, mx.float32)
@@ -72,11 +79,13 @@ def run(model, tokens):
 CASES = [(family, records) for family in ("qwen3_moe", "qwen3_5_moe", "deepseek_v3") for records in (None, 40, 6)]
 
 
+@BOTH
 @pytest.mark.parametrize("family, records", [*CASES, ("glm_moe_dsa", 8)])  # 8: a token's experts in all layers
-def test_same_bits_and_counts_as_with_a_wait_for_each_choice(family, records):
+def test_same_bits_and_counts_as_with_a_wait_for_each_choice(family, records, in_buffers, monkeypatch):
+    monkeypatch.setattr(pool_reads, "RESERVE", 0)  # otherwise other records go
     made = []
     for ahead in (False, True):
-        model = opened(family, records, ahead, least_slots=TOP_K)
+        model = opened(family, records, ahead, least_slots=TOP_K, in_buffers=in_buffers)
         tokens = tokens_of(family)
         logits = [run(model, tokens), run(model, tokens[::-1])]
         order = [list(pool.ranking.lowest(99, lambda key: True)) for pool in model.experts.pools]
@@ -87,14 +96,15 @@ def test_same_bits_and_counts_as_with_a_wait_for_each_choice(family, records):
     assert made[0][2] and made[0][3]
 
 
-def test_the_choice_of_a_layer_that_was_dropped_is_not_handed_on(monkeypatch, tmp_path):
+@BOTH
+def test_the_choice_of_a_layer_that_was_dropped_is_not_handed_on(monkeypatch, tmp_path, in_buffers):
     """Layer 2 takes the choice of layer 0, also if layer 1 lacks an expert and layer 3, which chooses anew, is queued
     behind it."""
     config = goldens.config("glm_moe_dsa") | {"indexer_types": ["full", "shared", "shared", "full", "shared"]}
     make_random_model.write_model(config, tmp_path, np.random.default_rng(0))
     logits = []
     for ahead in (False, True):
-        model = opened_in(tmp_path, 12, ahead, least_slots=TOP_K)
+        model = opened_in(tmp_path, 12, ahead, least_slots=TOP_K, in_buffers=in_buffers)
         accepted = calls(monkeypatch, model.experts, "accept")
         logits.append(run(model, tokens_of("glm_moe_dsa", config["index_topk"] + 8)))
         model.experts.close()
@@ -108,8 +118,9 @@ def calls(monkeypatch, source, name):
     return layers
 
 
-def test_records_that_are_there_are_not_requested(monkeypatch):
-    model = opened("qwen3_moe")
+@BOTH
+def test_records_that_are_there_are_not_requested(monkeypatch, in_buffers):
+    model = opened("qwen3_moe", in_buffers=in_buffers)
     run(model, tokens_of("qwen3_moe"))
     cache, layers = model.make_cache(), list(range(len(model.layers)))
     requested, accepted = (calls(monkeypatch, model.experts, name) for name in ("request", "accept"))
@@ -190,22 +201,24 @@ def test_records_in_host_memory_are_read_there(monkeypatch):
     model.experts.close()
 
 
-def test_layers_wait_while_many_lack_experts(monkeypatch):
-    monkeypatch.setattr(optimistic, "LEAST_SHARE", 0.85)
+@BOTH
+def test_layers_wait_while_many_lack_experts(monkeypatch, in_buffers):
+    queue_by(monkeypatch, Grouping(0.85, 2, 4, 2))
     tokens = tokens_of("qwen3_moe")
-    model = opened("qwen3_moe", 6, least_slots=TOP_K)
+    model = opened("qwen3_moe", 6, least_slots=TOP_K, in_buffers=in_buffers)
     for _ in range(3):
         run(model, tokens)
     accepted = calls(monkeypatch, model.experts, "accept")
     run(model, tokens)
     assert not accepted
-    monkeypatch.setattr(optimistic, "LEAST_SHARE", 0.0)
+    queue_by(monkeypatch, Grouping(0.0, 2, 4, 2))
     run(model, tokens)
     assert accepted
     model.experts.close()
 
 
-def test_a_failed_read_leaves_a_step_that_can_be_repeated():
+@BOTH
+def test_a_failed_read_leaves_a_step_that_can_be_repeated(in_buffers):
     broken = []
 
     def preadv(fd, buffers, offset):
@@ -217,7 +230,7 @@ def test_a_failed_read_leaves_a_step_that_can_be_repeated():
     model = opened("qwen3_5_moe", ahead=False)
     want = run(model, tokens)
     model.experts.close()
-    model = opened("qwen3_5_moe", 40, preadv=preadv, least_slots=TOP_K)
+    model = opened("qwen3_5_moe", 40, preadv=preadv, least_slots=TOP_K, in_buffers=in_buffers)
     cache, failures, got = model.make_cache(), 0, []
     for token in tokens:
         broken.append(1)
@@ -277,11 +290,11 @@ def test_layers_are_queued_only_if_kernels_read_their_records(monkeypatch):
     model.experts.close()
 
 
+@BOTH
 @pytest.mark.parametrize("together, shorter", [(2, 0), (3, 2)])
-def test_the_pool_is_asked_between_groups_whether_memory_is_short(monkeypatch, together, shorter):
-    monkeypatch.setattr(optimistic, "TOGETHER", together)
-    monkeypatch.setattr(optimistic, "SHORTER", shorter)
-    model = opened("qwen3_moe")
+def test_the_pool_is_asked_between_groups_whether_memory_is_short(monkeypatch, together, shorter, in_buffers):
+    queue_by(monkeypatch, Grouping(0.0, together, shorter, 2))
+    model = opened("qwen3_moe", in_buffers=in_buffers)
     cache, tokens = model.make_cache(), tokens_of("qwen3_moe", 1)
     for _ in range(2):
         mx.eval(model(mx.array([tokens]), cache))
