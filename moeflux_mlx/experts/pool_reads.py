@@ -131,9 +131,9 @@ class PoolReads:
         """Evicts records of adopted memory early while layers are queued: what reads a record's place must end before
         the place is used again, and a missing record should not wait for that.
         """
-        for pool in self.pools:
+        for pool, one in zip(self.pools, self.pools.classes, strict=False):  # none after they are cleared
             if not pool.copied:
-                pool.reserve = min(RESERVE, pool.slots // LEAST_SLOTS_EACH)
+                pool.reserve = min(RESERVE, pool.slots // LEAST_SLOTS_EACH) if pool.slots < one.records else 0
                 self._make_room(pool, pool.reserve)
 
     def use(self, keys: Sequence[Key], table: RecordTable) -> bool:
