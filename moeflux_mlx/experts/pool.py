@@ -85,10 +85,8 @@ class SlotPool:
         self._used: dict[Key, Slot] = {}
         self._leased: dict[int, Sequence[Key]] = {}  # by the identity of the keys
         self._arriving: set[Key] = set()
-        self.reserve = 0
-        self.intended: set[Key] = set()
-        self.foretold: set[Key] = set()
-        self.has_been_full = False
+        self.intended, self.foretold = set[Key](), set[Key]()
+        self.has_been_full, self.reserve = False, 0
 
     @property
     def held_bytes(self) -> int:
@@ -178,8 +176,7 @@ class SlotPool:
         """Whether a record may be read that nobody asked for, without a wait: where records are copied, at least half
         of the staging rows are free.
         """
-        is_full = len(self._used) + self.reserve >= self.slots
-        return not is_full and (self.staging is None or self.staging.has_room)
+        return len(self._used) + self.reserve < self.slots and (self.staging is None or self.staging.has_room)
 
     def on_host(self, key: Key) -> bool:
         """Whether the record is not in the device's memory and stayed in the host's."""
@@ -226,11 +223,6 @@ class SlotPool:
             return copies, np.arange(len(keys), dtype=np.int32)
         return self.places.memory, np.array([slot.row for slot in slots], np.int32)
 
-    @property
-    def has_tables(self) -> bool:
-        """Whether `table` gives any: the CPU's kernels need none."""
-        return self.copied or self.places.is_adopted
-
     def table(self, layer: int, record: Record, experts: int) -> RecordTable | None:
         """The layer's records that kernels can read, on the device or the host; None if there are none."""
 
@@ -238,12 +230,9 @@ class SlotPool:
             slot = self._used.get((layer, expert))
             if slot is None:
                 return None if self.staging is None else self.staging.host_record((layer, expert))
-            is_there = slot.read is None and (slot.device is not None or not self.copied)
-            return slot if is_there else None
+            return slot if slot.read is None and (slot.device is not None or not self.copied) else None
 
-        if self.copied:
-            return self._tables.apart(layer, record, experts, slot_of)
-        return self._tables.in_buffers(layer, self.places.memory, experts, slot_of)
+        return self._tables.get(layer, record, experts, slot_of, () if self.copied else self.places.memory)
 
     def pays_to_copy(self, key: Key) -> bool:
         """Whether a record that was just used in host memory should be copied to the device."""
@@ -288,8 +277,7 @@ class SlotPool:
     def drop(self, key: Key) -> None:
         """Removes a record that nobody reads and whose read has ended."""
         slot = self._used[key]
-        if slot.guard is not None:
-            mx.eval(slot.guard)
+        mx.eval(slot.guard)
         if self.staging is not None and slot.is_copied:
             self.staging.finish(key)
         self._tables.note(key)
@@ -387,8 +375,7 @@ class SlotPool:
 
     def _move(self, key: Key, slot: Slot) -> None:
         """Moves a record to the first free place that stays."""
-        if slot.guard is not None:
-            mx.eval(slot.guard)
+        mx.eval(slot.guard)
         self.places.row(self.places.free[0])[:] = self.places.row(slot.row)
         place = self.places.take()
         assert place is not None

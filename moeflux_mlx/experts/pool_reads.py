@@ -125,7 +125,9 @@ class PoolReads:
         """As `ExpertLoader.table`."""
         self.collect()
         pool = self.pools.of[layer]
-        return pool.table(layer, layout.records[layer], layout.num_experts) if pool.has_tables else None
+        if not (pool.copied or pool.places.is_adopted):
+            return None  # the CPU's kernels need none
+        return pool.table(layer, layout.records[layer], layout.num_experts)
 
     def keep_reserve(self) -> None:
         """Evicts records of adopted memory early while layers are queued: what reads a record's place must end before

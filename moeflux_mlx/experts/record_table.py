@@ -121,22 +121,22 @@ class Tables:
         self._layers: dict[int, LayerTable] = {}
         self._zeros: mx.array | None = None
 
-    def apart(
-        self, layer: int, record: Record, experts: int, slot_of: Callable[[int], InTable | None]
+    def get(
+        self,
+        layer: int,
+        record: Record,
+        experts: int,
+        slot_of: Callable[[int], InTable | None],
+        buffers: tuple[mx.array, ...],
     ) -> RecordTable | None:
-        """As `LayerTable.get`, of a layer with so many experts, whose records lie apart."""
+        """As `LayerTable.get`, of a layer with so many experts, whose records lie apart or in `buffers`. What is kept
+        does not refer to these, as each may be given back.
+        """
         if layer not in self._layers:
-            self._layers[layer] = AddressTable(record, experts, self._zeros_like)
-        return self._layers[layer].get(slot_of)
-
-    def in_buffers(
-        self, layer: int, buffers: tuple[mx.array, ...], experts: int, slot_of: Callable[[int], InTable | None]
-    ) -> RecordTable | None:
-        """The same where they are in buffers. What is kept does not refer to these, as each may be given back."""
-        if layer not in self._layers:
-            self._layers[layer] = SlotTable(experts)
+            made = SlotTable(experts) if buffers else AddressTable(record, experts, self._zeros_like)
+            self._layers[layer] = made
         table = self._layers[layer].get(slot_of)
-        return table and RecordTable(table.memory, table.slots, buffers)
+        return RecordTable(table.memory, table.slots, buffers) if table and buffers else table
 
     def note(self, key: Key) -> None:
         """A record has come or goes: its layer's table is another one from now on."""
