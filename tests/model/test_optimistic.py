@@ -306,12 +306,15 @@ def test_the_pool_is_asked_between_groups_whether_memory_is_short(monkeypatch, t
     model.experts.close()
 
 
-def test_every_kernel_of_experts_is_listed_for_cuda(monkeypatch):
+# Two kernels: on CUDA for several rows, for records by themselves and for tables, and one of addresses; on Metal for
+# rows and for tables.
+@pytest.mark.parametrize("target, count", [("cuda", 7), ("metal", 4)])
+def test_every_kernel_of_experts_is_listed(monkeypatch, target, count):
     """So that it is compiled before the first token."""
-    with standing_in(backend="cuda"):
+    with standing_in(backend=target):
         shapes = shapes_of(Namespace(variant=None, model=tiny_directory("qwen3_moe")))
     shapes = replace(shapes, dtype=mx.float32)
-    listed = {program.file for program in programs_of(shapes, CODE)}
+    listed = {program.file for program in programs_of(shapes, CODE, target=target)}
     built = set()
     chosen = np.arange(TOP_K, dtype=np.uint32)[None]
     monkeypatch.setattr(routed, "read_host_copy", lambda copy: (chosen, mx.zeros(chosen.shape)))
@@ -323,13 +326,13 @@ def test_every_kernel_of_experts_is_listed_for_cuda(monkeypatch):
 
         return call
 
-    with standing_in(backend="cuda", build=build):
-        model = opened("qwen3_moe")
+    with standing_in(backend=target, build=build):
+        model = opened("qwen3_moe", in_buffers=target == "metal")
         arrange(model)
         cache = model.make_cache()
         for tokens in (1, 4, 1):  # a cache without tokens has no graph
             mx.eval(model(mx.ones((1, tokens), mx.int32), cache))
     model.experts.close()
     used = {name for name in built if "expert_" in name or "record_" in name}
-    assert len(used) == 7  # two kernels, for several rows, for records by themselves and for tables; and addresses
+    assert len(used) == count
     assert used <= listed
