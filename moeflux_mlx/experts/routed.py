@@ -51,7 +51,7 @@ class RoutedExperts:
         source: where the experts are.
         prefetch: "lookahead" or "off", as `Lookahead` has it.
         waiting: called with the layer and the number of rows; a context manager in which a step on a GPU waits for
-            experts.
+            experts, if it has to.
     """
 
     def __init__(self, source: ExpertLoader, prefetch: str = "lookahead", waiting: Waiting | None = None):
@@ -104,6 +104,7 @@ class RoutedExperts:
 
     def accepted(self, layer: int) -> None:
         self.lookahead.skipped(layer)
+        self._waiting(layer, 1)  # not entered, because there is no wait
 
     @property
     def reads_ahead(self) -> bool:

@@ -8,6 +8,7 @@ inputs to its experts are kept. Nothing that used a missing record is used, exce
 of which will be made again, tell which records to read ahead. Only a single token is queued ahead.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,17 +38,22 @@ class Grouping(NamedTuple):
         together: layers of a group.
         shorter: layers that the first group has less, so that the GPU begins sooner; the last one often ends sooner.
         ahead: groups that are queued at once.
+        seconds: the least time of a queued layer for which they are queued so.
     """
 
     share: float
     together: int
     shorter: int
     ahead: int
+    seconds: float = 0.0
 
 
 # The fewer layers are queued, the less is computed in vain behind a missing expert, and the more the host has to do.
-GROUPINGS = (Grouping(0.97, 8, 4, 2), Grouping(0.9, 4, 0, 2), Grouping(0.3, 1, 0, 3))
-MEMORY = 0.98  # weight of the past in the share
+# One layer behind the one whose choice is read is enough if a GPU computes it for longer than the host takes to read.
+# The first of these that applies is used; if none does, the host waits for each choice.
+SLOW = 0.4e-3  # seconds
+GROUPINGS = (Grouping(0.3, 1, 0, 2, SLOW), Grouping(0.97, 8, 4, 2), Grouping(0.3, 2, 0, 3))
+MEMORY = 0.98  # weight of the past in the share, and in the time of a layer
 
 
 @dataclass(eq=False)
@@ -82,7 +88,10 @@ class OptimisticLayers:
 
     Attributes:
         share: the share of the last layers whose experts were in the pool, counted from none on.
+        seconds: the time of a queued layer, of late.
     """
+
+    clock = staticmethod(time.perf_counter)
 
     def __init__(
         self,
@@ -100,7 +109,8 @@ class OptimisticLayers:
             number: cast(FromTables, layer.mlp.experts) for number, layer in enumerate(layers) if layer.may_be_queued
         }
         self._step = by_case(self._compute, experts)
-        self.share = 0.0
+        self.share = self.seconds = 0.0
+        self._read_at: float | None = None  # when the group before was read, if it was accepted
         self._begun: list[Group] = []  # of this token: the GPU may still read the records of their tables
         self._ahead: dict[int, list[Key]] = {}  # records that are read ahead, by layer
 
@@ -144,7 +154,7 @@ class OptimisticLayers:
     def _at_once(self, number: int, h: AnyArray, caches: Caches, chosen: Chosen, inputs: Tokens) -> AnyArray:
         """A layer for whose choice the host waits."""
         stats = self._experts.stats
-        before = stats.drive_requests
+        before, self._read_at = stats.drive_requests, None
         h = self._layers[number](h, caches, chosen, inputs)
         if number in self._queueable:
             self._note(stats.drive_requests == before)
@@ -154,7 +164,7 @@ class OptimisticLayers:
         """Begins to compute layers from `first` on, behind `queued` groups. Their input is h, or the token for layer 0.
         None: not possible, or it would not pay.
         """
-        how = next((how for how in GROUPINGS if self.share >= how.share), None)
+        how = next((how for how in GROUPINGS if self.share >= how.share and self.seconds >= how.seconds), None)
         tables = [] if how is None or queued >= how.ahead else self._tables(first, how)
         if not tables:
             return None
@@ -217,6 +227,7 @@ class OptimisticLayers:
             accepted += 1
         for number in range(group.first, group.first + accepted):
             self._queueable[number].accepted(number)
+        self._note_time(group, accepted)
         del self._begun[: self._begun.index(group)]  # the GPU has computed them
         self._note_queued()
         group.take(min(accepted + 1, len(group.tables)))
@@ -225,6 +236,13 @@ class OptimisticLayers:
 
     def _note(self, is_hit: bool) -> None:
         self.share = MEMORY * self.share + (1 - MEMORY) * is_hit
+
+    def _note_time(self, group: Group, accepted: int) -> None:
+        """Measures from one accepted group to the next of the token. A new graph takes longer to make than `SLOW`."""
+        now, before, count = self.clock(), self._read_at, len(group.tables)
+        self._read_at = now if accepted == count else None
+        if self._read_at is not None and before is not None and group.first:
+            self.seconds = MEMORY * self.seconds + (1 - MEMORY) * min((now - before) / count, 2 * SLOW)
 
     def _compute(
         self,

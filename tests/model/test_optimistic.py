@@ -2,6 +2,7 @@
 
 import os
 from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import replace
 
 import goldens
@@ -303,6 +304,38 @@ def test_the_pool_is_asked_between_groups_whether_memory_is_short(monkeypatch, t
     mx.eval(model(mx.array([tokens]), cache))
     groups = -(-(len(model.layers) + shorter) // together)
     assert len(asked) == 1 + groups  # and at the beginning of the call
+    model.experts.close()
+
+
+@pytest.mark.parametrize("seconds, together", [(1e-4, 2), (1e-3, 1)])
+def test_a_slow_gpu_gets_smaller_groups(monkeypatch, seconds, together):
+    queue_by(monkeypatch, Grouping(0.0, 1, 0, 2, optimistic.SLOW), Grouping(0.0, 2, 0, 2))
+    model, now = opened("qwen3_moe", in_buffers=True), [0.0]
+    monkeypatch.setattr(model.optimistic, "clock", lambda: now[0])
+    accept, sizes = model.experts.accept, []
+
+    def accept_in_time(layer, ids, table):
+        now[0] += seconds
+        return accept(layer, ids, table)
+
+    monkeypatch.setattr(model.experts, "accept", accept_in_time)
+    step = model.optimistic._step
+    monkeypatch.setattr(model.optimistic, "_step", lambda *case: sizes.append(len(case[-1])) or step(*case))
+    for _ in range(8):
+        run(model, tokens_of("qwen3_moe"))
+    assert sizes[0] == 2 and max(sizes[-8:]) == together
+    model.experts.close()
+
+
+def test_each_layer_of_a_token_is_told_of_once(monkeypatch):
+    """Also where the experts are waited for; keep-warm measures by the first layer's."""
+    model, told = opened("qwen3_moe", 12, least_slots=TOP_K), []
+    experts = model.layers[0].mlp.experts
+    monkeypatch.setattr(experts, "_waiting", lambda layer, rows: told.append(layer) or nullcontext())
+    count = len(tokens_of("qwen3_moe"))
+    for _ in range(2):
+        run(model, tokens_of("qwen3_moe"))
+    assert sorted(told) == sorted([*range(len(model.layers))] * 2 * count)
     model.experts.close()
 
 
