@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from math import inf
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -38,22 +39,23 @@ class Grouping(NamedTuple):
         together: layers of a group.
         shorter: layers that the first group has less, so that the GPU begins sooner; the last one often ends sooner.
         ahead: groups that are queued at once.
-        seconds: the least time of a queued layer for which they are queued so.
+        most: the longest time of a queued layer, in seconds, for which they are queued so.
     """
 
     share: float
     together: int
     shorter: int
     ahead: int
-    seconds: float = 0.0
+    most: float = inf
 
 
 # The fewer layers are queued, the less is computed in vain behind a missing expert, and the more the host has to do.
 # One layer behind the one whose choice is read is enough if a GPU computes it for longer than the host takes to read.
 # The first of these that applies is used; if none does, the host waits for each choice.
 SLOW = 0.4e-3  # seconds
-GROUPINGS = (Grouping(0.3, 1, 0, 2, SLOW), Grouping(0.97, 8, 4, 2), Grouping(0.3, 2, 0, 3))
+GROUPINGS = (Grouping(0.97, 8, 4, 2, SLOW), Grouping(0.3, 2, 0, 3, SLOW), Grouping(0.8, 1, 0, 2))
 MEMORY = 0.98  # weight of the past in the share, and in the time of a layer
+FORGETTING = 0.999  # weight of the time of a layer after each that was not queued, so that it is measured again
 
 
 @dataclass(eq=False)
@@ -156,6 +158,7 @@ class OptimisticLayers:
         stats = self._experts.stats
         before, self._read_at = stats.drive_requests, None
         h = self._layers[number](h, caches, chosen, inputs)
+        self.seconds *= FORGETTING
         if number in self._queueable:
             self._note(stats.drive_requests == before)
         return h
@@ -164,7 +167,7 @@ class OptimisticLayers:
         """Begins to compute layers from `first` on, behind `queued` groups. Their input is h, or the token for layer 0.
         None: not possible, or it would not pay.
         """
-        how = next((how for how in GROUPINGS if self.share >= how.share and self.seconds >= how.seconds), None)
+        how = next((how for how in GROUPINGS if self.share >= how.share and self.seconds <= how.most), None)
         tables = [] if how is None or queued >= how.ahead else self._tables(first, how)
         if not tables:
             return None

@@ -7,7 +7,7 @@ order. Faults in what keeps queued layers and records apart are planted, and mus
 
 import os
 import random
-from types import SimpleNamespace
+import sys
 
 import mlx.core as mx
 import numpy as np
@@ -17,8 +17,7 @@ from tiny_models import use_plain_operations
 
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts.places import Buffers
-from moeflux_mlx.experts.pool import SlotPool
-from moeflux_mlx.experts.record_table import SlotTable
+from moeflux_mlx.experts.record_table import SlotTable, Tables
 from moeflux_mlx.model.optimistic import Grouping
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.ops.records import MISSING
@@ -53,7 +52,9 @@ class Rough:
 
     def __init__(self, seed, breaks=True):
         self.rng, self.breaks, self.limit, self.is_rough = random.Random(seed), breaks, MOST, False
-        self.model = opened(FAMILY, RECORDS, preadv=self.read, in_buffers=True, least_slots=2 * TOP_K)
+        self.model = opened(
+            FAMILY, RECORDS, preadv=self.read, in_buffers=True, prefetch="lookahead", least_slots=2 * TOP_K
+        )
         self.source, self.pool = self.model.experts, self.model.experts.pools[0]
         self.accept, self.source.accept = self.source.accept, self.happen
         self.source.limit = lambda held: self.limit
@@ -119,14 +120,13 @@ def test_late_groups_change_no_bit(want, monkeypatch, grouping):
 
 def not_noted(monkeypatch):
     """A table is not told of a move."""
-    move = SlotPool._move
+    note = Tables.note
 
-    def silent(pool, key, slot):
-        tables, pool._tables = pool._tables, SimpleNamespace(note=lambda key: None)
-        move(pool, key, slot)
-        pool._tables = tables
+    def deaf(tables, key):
+        if sys._getframe(1).f_code.co_name != "_move":
+            note(tables, key)
 
-    monkeypatch.setattr(SlotPool, "_move", silent)
+    monkeypatch.setattr(Tables, "note", deaf)
 
 
 def early(monkeypatch):

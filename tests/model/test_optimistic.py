@@ -23,7 +23,7 @@ from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.mixers.registry import cache_numbers, stored_forms
 from moeflux_mlx.model import optimistic
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.model.optimistic import Grouping, OptimisticLayers
+from moeflux_mlx.model.optimistic import Group, Grouping, OptimisticLayers
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.model.weights import arrange, fill, read_resident
 from moeflux_mlx.opening.kernel_cache import programs_of
@@ -51,7 +51,9 @@ def opened(family, *given, **options):
     return opened_in(tiny_directory(family), *given, **options)
 
 
-def opened_in(path, records=None, ahead=True, preadv=os.preadv, in_buffers=False, **options):
+def opened_in(
+    path, records=None, ahead=True, preadv=os.preadv, in_buffers=False, prefetch="off", waiting=None, **options
+):
     """A model whose pool has room for `records` records (None: all), compiled as for a GPU. Its records are copied, as
     on CUDA, or in buffers, as on Metal."""
     args, tensors = ModelArgs.from_file(path), read_resident(path)
@@ -60,7 +62,7 @@ def opened_in(path, records=None, ahead=True, preadv=os.preadv, in_buffers=False
     reader = ExpertReader(packed, preadv=preadv)
     memory = {"adopt": staging_memory} if in_buffers else {"copied": True}
     source = StreamedExperts(packed, reader=reader, cache_bytes=nbytes, **memory, **options)
-    experts = RoutedExperts(source, "off")
+    experts = RoutedExperts(source, prefetch, waiting)
     model = Model(args, experts, stored_forms(tensors))
     fill(model, tensors, args.quantization, mx.float32)
     parts = cache_numbers(args.mixers), source, model.embedded, model.project
@@ -281,6 +283,32 @@ def test_a_table_has_the_records_of_the_pool():
     source.close()
 
 
+@BOTH
+@pytest.mark.parametrize("prefetch", ["lookahead", "off"])
+def test_what_dropped_layers_chose_is_read_ahead(prefetch, in_buffers):
+    model = opened("qwen3_moe", in_buffers=in_buffers, prefetch=prefetch)
+    source, tokens, hinted = model.experts, tokens_of("qwen3_moe"), []
+    for _ in range(2):
+        want = run(model, tokens)
+    used = {}
+    accept = source.accept
+    source.accept = lambda layer, ids, table: used.update({layer: ids}) or accept(layer, ids, table)
+    run(model, tokens)
+    keys = [(layer, int(used[layer][0, -1])) for layer in (1, 2)]  # of the last token
+    hint = source.hint
+    source.hint = lambda keys: hinted.append(list(keys)) or hint(keys)
+    cache = model.make_cache()
+    for token in tokens[:-1]:
+        mx.eval(model(mx.array([[token]]), cache))
+    source.pools[0].finish_copies()
+    for key in keys:
+        source.pools[0].drop(key)
+    hinted.clear()
+    assert np.array_equal(np.array(model(mx.array([tokens[-1:]]), cache))[0, 0], want[-1])
+    assert hinted[:2] == ([] if prefetch == "off" else [keys[:1], keys])
+    source.close()
+
+
 def test_layers_are_queued_only_if_kernels_read_their_records(monkeypatch):
     model = opened("qwen3_moe")
     assert all(layer.may_be_queued for layer in model.layers)
@@ -309,29 +337,28 @@ def test_the_pool_is_asked_between_groups_whether_memory_is_short(monkeypatch, t
 
 @pytest.mark.parametrize("seconds, together", [(1e-4, 2), (1e-3, 1)])
 def test_a_slow_gpu_gets_smaller_groups(monkeypatch, seconds, together):
-    queue_by(monkeypatch, Grouping(0.0, 1, 0, 2, optimistic.SLOW), Grouping(0.0, 2, 0, 2))
+    queue_by(monkeypatch, Grouping(0.0, 2, 0, 2, optimistic.SLOW), Grouping(0.0, 1, 0, 2))
     model, now = opened("qwen3_moe", in_buffers=True), [0.0]
-    monkeypatch.setattr(model.optimistic, "clock", lambda: now[0])
+    model.optimistic.clock = lambda: now[0]
     accept, sizes = model.experts.accept, []
 
     def accept_in_time(layer, ids, table):
         now[0] += seconds
         return accept(layer, ids, table)
 
-    monkeypatch.setattr(model.experts, "accept", accept_in_time)
-    step = model.optimistic._step
-    monkeypatch.setattr(model.optimistic, "_step", lambda *case: sizes.append(len(case[-1])) or step(*case))
+    model.experts.accept = accept_in_time
+    monkeypatch.setattr(optimistic, "Group", lambda *parts: sizes.append(len(parts[1])) or Group(*parts))
     for _ in range(8):
         run(model, tokens_of("qwen3_moe"))
     assert sizes[0] == 2 and max(sizes[-8:]) == together
     model.experts.close()
 
 
-def test_each_layer_of_a_token_is_told_of_once(monkeypatch):
+def test_each_layer_of_a_token_is_told_of_once():
     """Also where the experts are waited for; keep-warm measures by the first layer's."""
-    model, told = opened("qwen3_moe", 12, least_slots=TOP_K), []
-    experts = model.layers[0].mlp.experts
-    monkeypatch.setattr(experts, "_waiting", lambda layer, rows: told.append(layer) or nullcontext())
+    told = []
+    waiting = lambda layer, rows: told.append(layer) or nullcontext()  # noqa: E731
+    model = opened("qwen3_moe", 12, waiting=waiting, least_slots=TOP_K)
     count = len(tokens_of("qwen3_moe"))
     for _ in range(2):
         run(model, tokens_of("qwen3_moe"))
