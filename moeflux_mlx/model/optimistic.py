@@ -146,8 +146,8 @@ class OptimisticLayers:
                 self._read_ahead([(group, accepted), *((later, 0) for later in queued)])
                 queued.clear()
                 number = group.first + accepted + 1
-                handed, kept, x, _ = group.parts[accepted]
-                h = self._layers[number - 1].finish(x, kept)
+                handed, kept, x, host_copy = group.parts[accepted]
+                h = self._layers[number - 1].finish(x, kept, read_ids(host_copy))
                 chosen.take(handed)
             elif group.first + accepted == len(self._layers):
                 return cast(list[AnyArray], group.out)

@@ -75,9 +75,8 @@ class Played:
 
     def _repeat(self, lacking: list[bool], missing: int, dropped: int) -> None:
         """The layer that lacked an expert, behind what is queued; dropped layers' experts are read beside its own."""
-        chosen = max(self.seconds, self._gpu) + self._times.wait
-        self.seconds = max(chosen, self.seconds + READ_SECONDS + self._times.read) + QUEUE_SECONDS
-        self._gpu = self.seconds + self._times.gpu / 2
+        self.seconds += READ_SECONDS + self._times.read + QUEUE_SECONDS
+        self._gpu = max(self.seconds, self._gpu) + self._times.gpu / 2
         for layer in range(missing + 1, dropped):
             lacking[layer] = lacking[layer] and self._rng.random() >= TOLD
 
