@@ -22,6 +22,7 @@ from moeflux_mlx.experts.memory import page_aligned, private_pages
 from moeflux_mlx.experts.places import BUFFERS, Buffers
 from moeflux_mlx.experts.source import TooManyExpertsError
 from moeflux_mlx.experts.streamed import StreamedExperts
+from moeflux_mlx.ops.records import MISSING
 from moeflux_mlx.planning.pressure import PACE_OF_METAL, MacOS, PoolLimit, Process
 
 LAYERS, SLOTS = 2, 64
@@ -300,6 +301,31 @@ def test_a_buffer_with_a_record_that_must_stay_goes_last():
     owned = {first: True, last: False, other: False, **dict.fromkeys(places[2:13:2], True)}
     made.aim(14, owned)
     assert made.goes(last) and not made.goes(first)
+
+
+def test_a_table_has_the_slots_of_the_records(packed):
+    """Also after moves; and a table that was given away stays what it was."""
+    loader, _, stride = adopting(packed)
+    pool = loader.pools[0]
+
+    def slots():
+        return dict(enumerate(np.array(loader.table(0).memory).tolist()))
+
+    def places():
+        there = {expert: pool[0, expert].row for layer, expert in pool.records() if layer == 0}
+        return {expert: there.get(expert, MISSING) for expert in slots()}
+
+    for layer in (0, 1):
+        read(loader, layer, range(EXPERTS)).release()
+    before = loader.table(0)
+    assert slots() == places() and MISSING not in list(slots().values())[:EXPERTS]
+    pool.drop((0, 2))
+    assert slots() == places() and slots()[2] == MISSING != before.memory[2].item()
+    read(loader, 0, [5, 0]).release()
+    loader.resize(2 * stride)
+    moved = {expert for expert in (0, 5) if slots()[expert] not in (MISSING, before.memory[expert].item())}
+    assert slots() == places() and len(moved) == 1
+    loader.close()
 
 
 def test_a_place_is_free_when_what_was_queued_before_has_been_read():
