@@ -112,7 +112,7 @@ class OptimisticLayers:
         }
         self._step = by_case(self._compute, experts)
         self.share = self.seconds = 0.0
-        self._read_at: float | None = None  # when the group before was read, if it was accepted
+        self._read_at: float | None = None  # when the token's group before was read, if it was accepted
         self._begun: list[Group] = []  # of this token: the GPU may still read the records of their tables
         self._ahead: dict[int, list[Key]] = {}  # records that are read ahead, by layer
 
@@ -131,6 +131,7 @@ class OptimisticLayers:
     ) -> list[AnyArray]:
         chosen, queued, number = Chosen(), deque[Group](), 0
         h: AnyArray = token
+        self._read_at = None
         while number < len(self._layers) or queued:
             while has_graphs and (group := self._queue(number, len(queued), h, chosen, caches)):
                 queued.append(group)
@@ -188,7 +189,8 @@ class OptimisticLayers:
         tables = list[RecordTable]()
         for number in range(first, min(first - (first + how.shorter) % how.together + how.together, len(self._layers))):
             table = self._experts.table(number) if number in self._queueable else None
-            if table is None or not set(self._ahead.pop(number, ())).isdisjoint(self._experts.in_flight):
+            expected = self._ahead.pop(number, None)
+            if table is None or expected and not set(expected).isdisjoint(self._experts.in_flight):
                 break
             tables.append(table)
         return tables
@@ -244,7 +246,7 @@ class OptimisticLayers:
         """Measures from one accepted group to the next of the token. A new graph takes longer to make than `SLOW`."""
         now, before, count = self.clock(), self._read_at, len(group.tables)
         self._read_at = now if accepted == count else None
-        if self._read_at is not None and before is not None and group.first:
+        if self._read_at is not None and before is not None:
             self.seconds = MEMORY * self.seconds + (1 - MEMORY) * min((now - before) / count, 2 * SLOW)
 
     def _compute(
@@ -275,8 +277,7 @@ class OptimisticLayers:
 
 
 def _once(several: Sequence[tuple[mx.array, ...]]) -> tuple[list[mx.array], tuple[tuple[int, int], ...]]:
-    """The arrays of several tuples, those of the same tuple once, and the first place and the end of each
-    tuple's."""
+    """The arrays of several tuples, those of the same tuple once; and of each tuple its first place and its end."""
     arrays, places = list[mx.array](), dict[int, tuple[int, int]]()
     for some in several:
         if id(some) not in places:
