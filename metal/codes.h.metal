@@ -33,6 +33,18 @@ inline codes_pointer codes_record(const thread codes_pointer (&blob)[N], uint sl
   return first + size_t(slot & ((1u << row_bits) - 1)) * words;
 }
 
+// In a table: the record is not in memory.
+#define CODES_MISSING 0xFFFFFFFFu
+
+// The slot of a record by a table, or, if there is none, by its number.
+inline uint codes_slot(codes_pointer slots, uint id) {
+  return slots[id];
+}
+
+inline uint codes_slot(int, uint id) {
+  return id;
+}
+
 #ifdef CODES_ADDRESSES
 // The same where a table has the address of each record.
 inline codes_pointer codes_record(const device uint64_t* addresses, uint slot, uint, uint = 0) {

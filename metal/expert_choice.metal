@@ -1,8 +1,9 @@
 // needs: codes.h.metal {form}.h.metal swiglu.h.metal topk.h.metal
 // Chooses the experts, then computes the same as expert_gate_up. chosen uint, which begins with [T, 2, K], gets the ids
 // that topk chooses from logits[T, STRIDE], bias and scale, and then the bits of their weights. An id is a row of the
-// blob. The first simdgroup of each threadgroup makes the choice. host_copy, if it is given, are arrays of 8 bytes that
-// get the ids of one token, one after another.
+// blob. If TABLED is 1, slots[E] has the slot of each expert's record, and chosen gets slots in place of ids; where a
+// record is missing, act becomes zeros. The first simdgroup of each threadgroup makes the choice. host_copy, if it is
+// given, are arrays of 8 bytes that get the ids of one token, one after another.
 //
 // grid and threadgroup are those of expert_gate_up.
   const uint lane = thread_index_in_simdgroup % L;
@@ -16,24 +17,32 @@
   const device G* own_biases = (const device G*)biases;
   swiglu_matrix<S, G> gate = swiglu_from_row<S, G, H, BITS, GROUP>(0, own_codes, own_scales, own_biases);
   swiglu_matrix<S, G> up = swiglu_from_row<S, G, H, BITS, GROUP>(I, own_codes, own_scales, own_biases);
-  threadgroup uint id[1];
+  threadgroup uint slot[1];
   if (k < K && simdgroup_index_in_threadgroup == 0) {
     float weight = 0;
     const uint found = topk_choice<E, K, SCORE, BIAS, GROUPS, KEPT, NORM, SCALED>(
         logits + token * STRIDE, bias, scale, EPS, thread_index_in_simdgroup, k, weight);
     if (thread_index_in_simdgroup == 0) {
-      id[0] = found;
+      slot[0] = codes_slot(slots, found);
       if (block == 0) {
-        chosen[2 * token * K + k] = found;
+        chosen[2 * token * K + k] = slot[0];
         chosen[(2 * token + 1) * K + k] = as_type<uint>(weight);
         topk_copy(host_copy, k, found);
       }
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (TABLED && k < K && slot[0] == CODES_MISSING) {
+    constexpr uint ROWS = SG * R * (32 / L);
+    const uint top = threadgroup_position_in_grid.x * ROWS;
+    for (uint i = thread_index_in_threadgroup; i < ROWS && top + i < I; i += 32 * SG) {
+      act[pair * I + top + i] = X(0);
+    }
+    return;
+  }
   const device uint32_t* record = own_codes;  // the shared expert's, which adds no biases
   if (k < K) {
-    record = codes_record(blob, id[0], WORDS, ROW_BITS);
+    record = codes_record(blob, slot[0], WORDS, ROW_BITS);
     gate = swiglu_in_record<S, G>(record, GATE_W, GATE_S, GATE_B);
     up = swiglu_in_record<S, G>(record, UP_W, UP_S, UP_B);
   }

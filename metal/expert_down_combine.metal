@@ -3,7 +3,8 @@
 // If BIASED is 1, a record has a bias [H] B at word DOWN_BIAS; otherwise there is none.
 // act[T, K + JOINED, I] X; blob[S, WORDS] u32, or several: records. In a record, the codes [H, I * BITS / 32] u32 of
 // down begin at word DOWN_W, its scales and biases [H, I / GROUP] S at words DOWN_S and DOWN_B. slots[T, K] and
-// weights[T, K] float: the values of a token begin ROW after those of the token before.
+// weights[T, K] float: the values of a token begin ROW after those of the token before. If TABLED is 1, an expert whose
+// slot is CODES_MISSING adds nothing.
 // The shared expert is added last. If SHARED is 1, its output is shared[T, H] Z. If JOINED is 1, its output is the
 // product of act's last row and its down matrix, whose codes, scales and biases are separate arrays; if GATED is 1,
 // this output is multiplied by the sigmoid of gates[t, STRIDE - 1].
@@ -32,7 +33,8 @@
   threadgroup uint4 near[CODES_NEAR];
   const device G* grid = (const device G*)biases;
   if (K > 0) {
-    const device uint32_t* any = codes_record(blob, uint(slots[token * ROW]), WORDS, ROW_BITS);
+    const uint slot = uint(slots[token * ROW]);
+    const device uint32_t* any = codes_record(blob, TABLED && slot == CODES_MISSING ? 0 : slot, WORDS, ROW_BITS);
     grid = swiglu_in_record<S, G>(any, DOWN_W, DOWN_S, DOWN_B).biases;
   }
   grid = codes_near<S, 32 * SG>(grid, near, tid);
@@ -61,6 +63,12 @@
     if (turn == 0 && finishes) {  // loads what the end of the kernel needs
       sum = float(h_mid[at]);
       last = SHARED ? float(shared[at]) : 0.0f;
+    }
+    if (TABLED && k < K && uint(slots[token * ROW + k]) == CODES_MISSING) {
+      for (uint i = thread_index_in_simdgroup; i < ROWS; i += 32) {
+        part[k * ROWS + i] = 0;
+      }
+      continue;
     }
 
     uint row[R];

@@ -18,8 +18,9 @@ from .ranking import Ranking
 
 @dataclass(eq=False)
 class HostRecord:
-    """A record in host memory, as an array [words] that kernels can read until its place is settled."""
+    """A record in a place of host memory, as an array [words] that kernels can read until the place is settled."""
 
+    row: int
     device: mx.array
 
 

@@ -21,8 +21,8 @@ calls `aim` or `find_free`, which set everything here anew except the list of bu
 import mmap
 import weakref
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from heapq import heappop, heappush
 from math import gcd, prod
@@ -72,6 +72,9 @@ class Places(ABC):
     def find_free(self, owned: Collection[int]) -> None:
         """Rebuilds the heap: free are the places of `staying` that no record owns."""
         self.free = [place for place in self.staying() if place not in owned]  # ascending
+
+    def queued(self, outputs: Sequence[mx.array]) -> None:  # noqa: B027
+        """As `ExpertLoader.queued`."""
 
     @property
     def room(self) -> int:
@@ -200,6 +203,8 @@ class Buffers(Places):
         self._wanted, self._leaving = count, frozenset[int]()
         self._set_buffers({})
         self.free = []
+        self._readers: Sequence[mx.array] = ()
+        self._left = deque[tuple[mx.array, int]]()  # places, and the newest of the readers when each was put here
         self._keeps_room = False
         self._rooms: list[tuple[int, mx.array]] = []  # a buffer's number, and the same memory adopted again
 
@@ -217,7 +222,26 @@ class Buffers(Places):
     def take(self) -> int | None:
         if not self.free and len(self._buffers) < self._wanted:
             self._add()
+        if not self.free and self._left:
+            self._free_until(self._left[0][0])
         return super().take()
+
+    def queued(self, outputs: Sequence[mx.array]) -> None:
+        """The places that readers which are no longer among the outputs may have read are free."""
+        self._readers = outputs
+        while self._left and all(self._left[0][0] is not output for output in outputs):
+            self._free_first()
+
+    def _free_until(self, reader: mx.array) -> None:
+        """Waits for one of the readers, and frees the places that it and earlier ones may read."""
+        mx.eval(reader)
+        while self._left and self._left[0][0] is reader:
+            self._free_first()
+
+    def _free_first(self) -> None:
+        place = self._left.popleft()[1]
+        if not self.goes(place):
+            heappush(self.free, place)
 
     def take_all(self) -> None:
         self._keeps_room = True
@@ -254,7 +278,10 @@ class Buffers(Places):
         return len(self.free) + max(self._wanted - len(self._buffers), 0) * self.rows
 
     def put(self, place: int) -> None:
-        if not self.goes(place):
+        """Frees a place, as soon as nothing that is queued may read it."""
+        if self._readers:
+            self._left.append((self._readers[-1], place))
+        elif not self.goes(place):
             heappush(self.free, place)
 
     def fit(self, slots: int) -> int:
@@ -266,7 +293,11 @@ class Buffers(Places):
         return len(self._buffers) * self.rows * self._nbytes
 
     def aim(self, slots: int, owned: Mapping[int, bool]) -> None:
-        """Those buffers go that are soonest empty: first those with no record that must stay, then with the fewest."""
+        """Those buffers go that are soonest empty: first those with no record that must stay, then with the fewest.
+        Waits for what reads places.
+        """
+        mx.eval(self._readers)
+        self.queued(())
         self._wanted, cost = -(-slots // self.rows), Counter[int]()
         for place, stays in owned.items():
             cost[divided(place)[0]] += self.rows + 1 if stays else 1

@@ -46,6 +46,7 @@ class SlotPool:
         places: the memory.
         ranking: the order of eviction.
         staging: the host's memory where records are copied, else None.
+        reserve: slots that reads which nobody waits for leave free.
         intended: records that are wanted soon.
         foretold: records that the next layer will probably request.
         has_been_full: whether a record had no free memory since the pool last grew.
@@ -84,9 +85,8 @@ class SlotPool:
         self._used: dict[Key, Slot] = {}
         self._leased: dict[int, Sequence[Key]] = {}  # by the identity of the keys
         self._arriving: set[Key] = set()
-        self.intended: set[Key] = set()
-        self.foretold: set[Key] = set()
-        self.has_been_full = False
+        self.intended, self.foretold = set[Key](), set[Key]()
+        self.has_been_full, self.reserve = False, 0
 
     @property
     def held_bytes(self) -> int:
@@ -176,7 +176,7 @@ class SlotPool:
         """Whether a record may be read that nobody asked for, without a wait: where records are copied, at least half
         of the staging rows are free.
         """
-        return not self.is_full and (self.staging is None or self.staging.has_room)
+        return len(self._used) + self.reserve < self.slots and (self.staging is None or self.staging.has_room)
 
     def on_host(self, key: Key) -> bool:
         """Whether the record is not in the device's memory and stayed in the host's."""
@@ -230,9 +230,9 @@ class SlotPool:
             slot = self._used.get((layer, expert))
             if slot is None:
                 return None if self.staging is None else self.staging.host_record((layer, expert))
-            return slot if slot.device is not None and slot.read is None else None
+            return slot if slot.read is None and (slot.device is not None or not self.copied) else None
 
-        return self._tables.get(layer, record, experts, slot_of)
+        return self._tables.get(layer, record, experts, slot_of, () if self.copied else self.places.memory)
 
     def pays_to_copy(self, key: Key) -> bool:
         """Whether a record that was just used in host memory should be copied to the device."""
@@ -277,8 +277,7 @@ class SlotPool:
     def drop(self, key: Key) -> None:
         """Removes a record that nobody reads and whose read has ended."""
         slot = self._used[key]
-        if slot.guard is not None:
-            mx.eval(slot.guard)
+        mx.eval(slot.guard)
         if self.staging is not None and slot.is_copied:
             self.staging.finish(key)
         self._tables.note(key)
@@ -296,6 +295,7 @@ class SlotPool:
         """
         self._leased.clear()
         self._tables.clear()
+        self.places.queued(())
         self.intended, self.foretold = set(), set()
         for key, slot in list(self._used.items()):
             if any(slot.guard is guard for guard in abandoned):
@@ -355,9 +355,9 @@ class SlotPool:
         self.places.aim(slots, owned)
         if slots >= self.slots and self.places.is_settled:
             return
-        for slot in self._used.values():
+        for key, slot in self._used.items():
             if self.places.goes(slot.row) and not owned[slot.row]:
-                self._move(slot)
+                self._move(key, slot)
         self.places.release(self._owned())
 
     def resize_host(self, records: int) -> None:
@@ -373,14 +373,14 @@ class SlotPool:
         self.places.aim(0, {})
         self.places.release(())
 
-    def _move(self, slot: Slot) -> None:
+    def _move(self, key: Key, slot: Slot) -> None:
         """Moves a record to the first free place that stays."""
-        if slot.guard is not None:
-            mx.eval(slot.guard)
+        mx.eval(slot.guard)
         self.places.row(self.places.free[0])[:] = self.places.row(slot.row)
         place = self.places.take()
         assert place is not None
         slot.row = place
+        self._tables.note(key)
 
     def in_turn(self, keys: list[Key]) -> Iterable[Key]:
         """The slots in the order in which to wait for them. Records that are copied come as they arrive, so that copies

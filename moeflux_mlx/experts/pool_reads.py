@@ -21,6 +21,9 @@ from .record_table import RecordTable
 from .source import TooManyExpertsError
 from .stats import LoaderStats
 
+RESERVE = 16  # places of a pool that are kept free while layers are queued: two layers' experts
+LEAST_SLOTS_EACH = 32  # slots of a pool for each place of its reserve
+
 
 class PoolReads:
     """Args:
@@ -122,7 +125,18 @@ class PoolReads:
         """As `ExpertLoader.table`."""
         self.collect()
         pool = self.pools.of[layer]
-        return pool.table(layer, layout.records[layer], layout.num_experts) if pool.copied else None
+        if not (pool.copied or pool.places.is_adopted):
+            return None  # the CPU's kernels need none
+        return pool.table(layer, layout.records[layer], layout.num_experts)
+
+    def keep_reserve(self) -> None:
+        """Evicts records of adopted memory early while layers are queued: what reads a record's place must end before
+        the place is used again, and a missing record should not wait for that.
+        """
+        for pool, one in zip(self.pools, self.pools.classes, strict=False):  # none after they are cleared
+            if not pool.copied:
+                pool.reserve = min(RESERVE, pool.slots // LEAST_SLOTS_EACH) if pool.slots < one.records else 0
+                self._make_room(pool, pool.reserve)
 
     def use(self, keys: Sequence[Key], table: RecordTable) -> bool:
         """Counts uses of a layer's records if all were in the table; returns whether."""

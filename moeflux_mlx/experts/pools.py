@@ -4,6 +4,7 @@ how records are read.
 
 from collections.abc import Sequence
 
+import mlx.core as mx
 import numpy as np
 
 from ..formats.record import ExpertLayout, Key
@@ -29,6 +30,7 @@ class Pools(list[SlotPool]):
 
     Attributes:
         of: the pool of each layer.
+        classes: the size class of each pool.
     """
 
     def __init__(
@@ -41,13 +43,13 @@ class Pools(list[SlotPool]):
         adopt: Adopt | None = None,
         host: int = 0,
     ):
-        self._classes, self._least = size_classes(layout), least
-        start, most = (divide(self._classes, size, least) for size in sizes)
-        given = zip(self._classes, start, most, self.host_shares(host), strict=True)
+        self.classes, self._least = size_classes(layout), least
+        start, most = (divide(self.classes, size, least) for size in sizes)
+        given = zip(self.classes, start, most, self.host_shares(host), strict=True)
         super().__init__(_pool_of(*each, least, buffer_bytes, copied, adopt) for each in given)
-        self.of = {layer: pool for pool, one in zip(self, self._classes, strict=True) for layer in one.layers}
+        self.of = {layer: pool for pool, one in zip(self, self.classes, strict=True) for layer in one.layers}
         self._divided: tuple[int, list[int]] = (-1, [])  # the last argument of `shares`, and its result
-        self._records = {layer: one.records for one in self._classes for layer in one.layers}
+        self._records = {layer: one.records for one in self.classes for layer in one.layers}
 
     @property
     def slots(self) -> int:
@@ -80,21 +82,23 @@ class Pools(list[SlotPool]):
                 pool.places.take_all()
                 pool.slots = pool.fit(pool.slots)  # fewer if the device refused a buffer
 
-    def queued(self, outputs: Sequence[object]) -> None:
+    def queued(self, outputs: Sequence[mx.array]) -> None:
         """As `ExpertLoader.queued`."""
         for pool in self:
             if pool.staging is not None:
                 pool.staging.host.readers = outputs
+            else:
+                pool.places.queued(outputs)
 
     def host_shares(self, nbytes: int) -> list[int]:
         """Records of each pool that stay in host memory if all together may take `nbytes`."""
-        return divide(self._classes, nbytes, 0)
+        return divide(self.classes, nbytes, 0)
 
     def shares(self, nbytes: int) -> list[int]:
         """Slots of each pool if all pools together have `nbytes`."""
         if self._divided[0] == nbytes:  # called at every request of experts
             return self._divided[1]
-        slots = divide(self._classes, nbytes, self._least)
+        slots = divide(self.classes, nbytes, self._least)
         shares = [min(share, pool.most) for share, pool in zip(slots, self, strict=True)]
         self._divided = nbytes, shares
         return shares
@@ -112,7 +116,7 @@ class Pools(list[SlotPool]):
 
     def slots_per_layer(self, spare: int) -> int:
         """Slots per layer, without `spare` slots, in the pool that has the fewest per layer."""
-        pools = zip(self, self._classes, strict=False)  # none after they are cleared
+        pools = zip(self, self.classes, strict=False)  # none after they are cleared
         return min((max(pool.slots - spare, 0) // len(one.layers) for pool, one in pools), default=0)
 
     def foretell(self, keys: Sequence[Key]) -> None:

@@ -6,7 +6,7 @@ and the sizes, never on the contents of memory.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -51,7 +51,7 @@ class RoutedExperts:
         source: where the experts are.
         prefetch: "lookahead" or "off", as `Lookahead` has it.
         waiting: called with the layer and the number of rows; a context manager in which a step on a GPU waits for
-            experts.
+            experts, if it has to.
     """
 
     def __init__(self, source: ExpertLoader, prefetch: str = "lookahead", waiting: Waiting | None = None):
@@ -65,7 +65,7 @@ class RoutedExperts:
         return self.lookahead.wants_guess(layer, tokens)
 
     def expect(self, layer: int, tokens: int) -> None:
-        if self.lookahead.prefetch != "off":
+        if self.reads_ahead:
             expect(self.source, layer, tokens)
 
     def in_pieces(self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray) -> Pieces[AnyArray]:
@@ -73,8 +73,7 @@ class RoutedExperts:
         rows = routing.ids.size
         if whole is not None and not (refusal(x.dtype, whole.record) or is_cut(whole.record, rows)):
             return at_once(routing, x, whole, residual, shared)
-        reads_ahead = self.lookahead.prefetch != "off"
-        return (yield from in_waves(self.source, routing, x, residual, shared, reads_ahead))
+        return (yield from in_waves(self.source, routing, x, residual, shared, self.reads_ahead))
 
     def __call__(self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray) -> AnyArray:
         records = self.source.whole(routing.layer)
@@ -105,13 +104,22 @@ class RoutedExperts:
 
     def accepted(self, layer: int) -> None:
         self.lookahead.skipped(layer)
+        self._waiting(layer, 1)  # not entered, because there is no wait
 
-    def from_table(self, layer: int, memory: mx.array, host_copy: list[mx.array]) -> Callable[..., mx.array]:
-        records = Records(memory, self.source.layout.records[layer])
+    @property
+    def reads_ahead(self) -> bool:
+        return self.lookahead.prefetch != "off"
+
+    def from_table(
+        self, layer: int, memory: mx.array, buffers: Sequence[mx.array], host_copy: list[mx.array]
+    ) -> Callable[..., mx.array]:
+        layout = self.source.layout
+        kept = (tuple(buffers), layout.records[layer], False, memory) if buffers else (memory, layout.records[layer])
+        records = Records(*kept)
 
         def compute(routing: Routing, x: mx.array, residual: mx.array, shared: Shared | None) -> mx.array:
             assert routing.choice is not None
-            return chosen_ffn(x, routing.choice, records, residual, shared, len(memory), host_copy)
+            return chosen_ffn(x, routing.choice, records, residual, shared, layout.num_experts, host_copy)
 
         return compute
 

@@ -95,14 +95,21 @@ class FromTables(Protocol):
         """Whether kernels compute `top_k` experts of the layer from a table."""
         ...
 
-    def from_table(self, layer: int, memory: mx.array, host_copy: list[mx.array]) -> Callable[..., mx.array]:
-        """Computes what a call does from the layer's `RecordTable.memory`; it can be traced.
+    def from_table(
+        self, layer: int, memory: mx.array, buffers: Sequence[mx.array], host_copy: list[mx.array]
+    ) -> Callable[..., mx.array]:
+        """Computes what a call does from the memory and the buffers of the layer's `RecordTable`; it can be traced.
         `host_copy` gets the arrays of the chosen ids that the host should read (`ops.route.read_ids`).
         """
         ...
 
     def accepted(self, layer: int) -> None:
         """To be called when a token has used experts of the layer without a request."""
+        ...
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether records are read before they are requested."""
         ...
 
 

@@ -287,8 +287,10 @@ class ExpertLoader(ABC):
         """
         return False
 
-    def queued(self, outputs: Sequence[object]) -> None:  # noqa: B027
-        """Computations that read records of tables are queued; `outputs` are the last ones' outputs."""
+    def queued(self, outputs: Sequence[mx.array]) -> None:  # noqa: B027
+        """These are the outputs of all computations that may still read records of tables, in the order in which they
+        were queued.
+        """
 
     @property
     def is_resident(self) -> bool:

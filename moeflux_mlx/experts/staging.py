@@ -109,7 +109,7 @@ class Staging:
             return None
         assert isinstance(self.places, Buffers)
         self.host.lent.add(place)
-        return HostRecord(self.places.array(place).reshape(-1))
+        return HostRecord(place, self.places.array(place).reshape(-1))
 
     def copy(self, key: Key, slot: Slot) -> None:
         """Begins the copy of a record that was read."""

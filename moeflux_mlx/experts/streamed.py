@@ -329,8 +329,10 @@ class StreamedExperts(ExpertLoader):
     def table(self, layer: int) -> RecordTable | None:
         return self.reads.table(layer, self.layout)
 
-    def queued(self, outputs: Sequence[object]) -> None:
+    def queued(self, outputs: Sequence[mx.array]) -> None:
         self.pools.queued(outputs)
+        if outputs:
+            self.reads.keep_reserve()
 
     def accept(self, layer: int, ids: np.ndarray, table: RecordTable) -> bool:
         keys, inverse = asked_for(layer, ids)

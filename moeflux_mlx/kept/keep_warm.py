@@ -107,7 +107,7 @@ class KeepWarm:
         source.at_close(self.close)
 
     def __call__(self, layer: int, rows: int) -> "KeepWarm":
-        """A context manager in which a step of `rows` rows waits for experts of `layer`."""
+        """A context manager in which a step of `rows` rows waits for experts of `layer`; not entered if it need not."""
         if layer == self._first and self.measured is None and not self._always:
             now = self.clock()
             if self._begun is not None:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from ..caches.layer_cache import LayerCache
 from ..caches.stand_in import Traced
@@ -124,9 +125,12 @@ class DecoderLayer(nn.Module):
         x, *kept = self._mixed(h, caches, chosen, tokens)
         return kept, self.mlp.choose(x, self._second_norm, predict, self._ids(x, tokens))
 
-    def finish(self, x: AnyArray, kept: Sequence[AnyArray]) -> AnyArray:
-        """The layer's output for a token, from the input of its feed-forward part and what the residual keeps."""
-        return self.residual.added(self.mlp.forward(x, self._second_norm), *kept)
+    def finish(self, x: AnyArray, kept: Sequence[AnyArray], ids: np.ndarray) -> AnyArray:
+        """The output for a token of a layer that `may_be_queued`, from the input of its feed-forward part, what the
+        residual keeps, and the ids that it has chosen, for which the host does not wait again.
+        """
+        before = self.mlp.choose(x, self._second_norm, False)
+        return self.residual.added(self.mlp.run_experts(before._replace(ids=ids, host_copy=())), *kept)
 
     @property
     def may_be_queued(self) -> bool:

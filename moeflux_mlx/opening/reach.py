@@ -26,6 +26,7 @@ from ..planning.machine import Figures
 from ..spec import ModelArgs
 from .launches import launches_of
 from .load_settings import LoadSettings
+from .queued_reach import LayerTimes, token_seconds
 from .random_weights import Shapes
 
 POSITIONS = 4096  # that a token attends to
@@ -189,6 +190,16 @@ class Reach:
         moved, read, streamed = self.token / mac.bandwidth, (1 - share) * self.routed / mac.disk, share < 1
         added = self.launches(streamed) * LAUNCH_SECONDS + (self.waits * WAIT_SECONDS if streamed else 0)
         return Speed.of(1, max(moved, read), moved / BANDWIDTH_SHARE + added + read)
+
+    def queued(self, mac: Mac, hits: float) -> tuple[float, float]:
+        """Tokens per second, about, where experts are streamed and this share of the layers has all of them in memory:
+        if the host waits for each choice, and if layers are queued ahead of it (`queued_reach`).
+        """
+        gpu = self.token / mac.bandwidth / BANDWIDTH_SHARE + self.launches(True) * LAUNCH_SECONDS
+        read = self.routed / self.waits / self.args.num_experts_per_tok / mac.disk
+        times = LayerTimes(gpu / self.waits, WAIT_SECONDS, read)
+        waiting, queued = (1 / token_seconds(self.waits, times, hits, is_queued) for is_queued in (False, True))
+        return waiting, queued
 
     def prompt(self, mac: Mac, tokens: int, share: float = 1.0) -> Speed:
         """The speed of a prompt with this share of the experts in memory. Every weight is moved once; reads from the

@@ -15,6 +15,7 @@ from ..ops.backend import AnyArray, computes_at_once, of_kind
 from ..ops.expert_rows import refusal, sort_by_expert
 from ..ops.experts import chosen_ffn, expert_ffn
 from ..ops.grouped import GroupedRows
+from ..ops.launch import LEAST_ELEMENTS
 from ..ops.records import Records, is_read, with_record
 from ..spec import ModelArgs
 
@@ -33,17 +34,20 @@ class SomeExperts:
     """
 
     def __init__(self, record: Record, experts: int, top_k: int, place: str):
-        self.count, self.is_resident, self.is_queued = top_k, place == RESIDENT, place == QUEUED
+        self.experts, self.count = experts, top_k
+        self.is_resident, self.is_queued = place == RESIDENT, place == QUEUED
         shape = experts if self.is_resident else top_k, record.stride // 4
         self.memory = np.zeros(shape, np.uint32)
         memory: Any = mx.zeros(shape, mx.uint32)
-        if place == STREAMED and backend.name() == "metal":
+        slots = None
+        if place != RESIDENT and backend.name() == "metal":
             memory = (memory,) * BUFFERS
+            slots = mx.zeros(max(experts, LEAST_ELEMENTS), mx.uint32) if self.is_queued else None
         elif place == STREAMED and backend.name() == "cuda":
             memory = (mx.zeros(record.held_bytes // 4, mx.uint32),) * top_k
         elif self.is_queued:
             memory = mx.zeros(experts, mx.uint64)  # addresses
-        self.array = Records(memory, record)
+        self.array = Records(memory, record, slots=slots)
 
     def _inputs(self, x: AnyArray) -> tuple[Records, np.ndarray, AnyArray, AnyArray]:
         """The records, and for the rows x slots [T, K], the same as the kernels take them, and weights."""
@@ -56,8 +60,9 @@ class SomeExperts:
     def __call__(self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray) -> AnyArray:
         records, _, at, weights = self._inputs(x)
         if self.is_queued and routing.choice is not None:
-            with_record(records.memory, 0, mx.zeros(records.record.held_bytes // 4, mx.uint32))
-            return chosen_ffn(x, routing.choice, records, residual, shared, len(records.memory), [])
+            if records.slots is None:
+                with_record(records.memory, 0, mx.zeros(records.record.held_bytes // 4, mx.uint32))
+            return chosen_ffn(x, routing.choice, records, residual, shared, self.experts, [])
         if self.is_resident and routing.choice is not None:
             return chosen_ffn(x, routing.choice, records, residual, shared)
         return expert_ffn(x, at, records, weights, residual, shared)
@@ -97,5 +102,5 @@ def ways_of_experts(
     for place in (RESIDENT, STREAMED):
         yield f"experts, {place}", SomeExperts(*of, place), False
     may_be_queued = args.connections is None and part.router.table is None and is_read(record)
-    if backend.name() == "cuda" and may_be_queued:  # at least where `DecoderLayer.may_be_queued`
+    if may_be_queued:  # at least where `DecoderLayer.may_be_queued`
         yield f"experts, {QUEUED}", SomeExperts(*of, QUEUED), True

@@ -139,7 +139,7 @@ def chosen_ffn(
         ids, weights = route(choice.logits, choice.rule, choice.bias, choice.scales)
         if host_copy is not None:
             host_copy.append(ids)
-        return expert_ffn(x, ids, records, weights, residual, shared)
+        return expert_ffn(x, records.slots_of(ids), records, weights, residual, shared)
     act, chosen, *copies = made
     if host_copy is not None:
         host_copy += copies
@@ -154,18 +154,19 @@ def chosen_gate_up(
     x: mx.array, choice: Choice, records: Records, shared: Shared | None, experts: int, copies: bool = False
 ) -> list[mx.array] | Reason:
     """`expert_gate_up` with the experts that its kernel chooses, and their ids and the bits of their weights [T, 2, K]
-    uint32. `copies`: then the ids of one token, for the host.
+    uint32; if the records have a table, their slots in place of ids. `copies`: then the ids of one token, for the host.
 
     `experts` is the number of records, which must be all experts of the rule, unless the choice is known to be among
     the first ones.
     """
-    (memory, *_), blob, arrays = records.inputs()
+    memory, blob, arrays = records.inputs()
     shapes = x.shape, (experts, blob[1]), choice.logits.shape
     rule = choice.rule, choice.bias is not None
     launch = plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, _joined(shared), arrays, copies)
     if isinstance(launch, Reason):
         return launch
-    return launch(x, memory, choice.logits, *beside(choice), *_first_of(shared, memory))
+    table = [] if records.slots is None else [records.slots]
+    return launch(x, *memory, *table, choice.logits, *beside(choice), *_first_of(shared, memory[0]))
 
 
 def expert_ffn(
@@ -402,13 +403,15 @@ def plan_choice(
     require(blob[0] == rule.experts, f"blob is {blob}; expected the records of {rule.experts} experts")
     host_copy = host_copy_of(rule) if copies else []
     names = f"act chosen host_copy*{len(host_copy)}" if copies else "act chosen"
-    kernel = Kernel("expert_choice", "x blob logits bias scale codes scales biases", names)
+    table = "slots " if arrays.is_tabled else ""
+    kernel = Kernel("expert_choice", f"x {arrays.names} {table}logits bias scale codes scales biases", names)
     launch = _first_launch(target, kernel, x, dtype, blob, record, rule.top_k, joined, arrays)
     if isinstance(launch, Reason):
         return launch
     words = max(logits[0] * 2 * rule.top_k, LEAST_ELEMENTS)
     outputs = [*launch.outputs, ((words,), mx.uint32), *host_copy]
-    template = launch.template | choice_template(rule, logits[1], has_bias) | ({} if copies else {"host_copy": 0})
+    template = launch.template | choice_template(rule, logits[1], has_bias) | {"TABLED": int(arrays.is_tabled)}
+    template |= ({} if copies else {"host_copy": 0}) | ({} if table else {"slots": 0})
     return replace(launch, template=template, outputs=outputs)
 
 
@@ -499,6 +502,7 @@ def plan_down(
     template |= places_of("DOWN", record.down) | combine_types(dtypes) | form.record_template
     template |= {"R": tile.rows, "L": lanes, "AHEAD": form.ahead(tile.ahead)}
     template |= {"JOINED": int(joined), "GATED": int(gates > 0), "STRIDE": gates, "ROW": row or top_k}
+    template |= {"TABLED": int(arrays.is_tabled)}
     template |= biases_of(DOWN=record.down)
     most = min(MOST_THREADS[target] // 32, MOST_SIMDGROUPS)
     if form.planes:

@@ -5,6 +5,7 @@ A slot is a record's place in memory. In buffers its lowest ROW_BITS bits are th
 the number of the buffer, so that a record may be in any row of any buffer (`codes_record` in metal/codes.h.metal).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from .tiles import planned
 
 MAX_ARRAYS = 16  # the most arrays of records in one kernel: Metal gives a kernel at most 31 arrays
 ROW_BITS = 24
+MISSING = 0xFFFFFFFF  # in place of a slot: the record is not in memory
 THREADS = 128  # of a threadgroup that copies words
 
 
@@ -30,10 +32,12 @@ class RecordArrays(NamedTuple):
     Args:
         number: how many arrays; 0: one array, which the text has by its name alone.
         row_bits: bits of a slot that are the row in an array; 0: each array is one record.
+        is_tabled: a kernel that chooses finds the slot of an expert in a table.
     """
 
     number: int = 0
     row_bits: int = 0
+    is_tabled: bool = False
 
     @property
     def names(self) -> str:
@@ -55,11 +59,13 @@ class Records:
             table [S] of their addresses (`with_record`).
         record: their geometry.
         lasting: the memory is never overwritten, so it may be read after the lease has ended.
+        slots: uint32 [experts], of buffers: the slot of each expert's record, or MISSING.
     """
 
     memory: Any  # mx.array | np.ndarray | tuple[mx.array, ...]
     record: Record
     lasting: bool = False
+    slots: mx.array | None = None
 
     @property
     def in_buffers(self) -> bool:
@@ -81,10 +87,15 @@ class Records:
         if isinstance(self.memory, mx.array) and self.memory.dtype == mx.uint64:
             return (self.memory,), (len(self.memory), ceildiv(self.record.size, 16) * 4), ADDRESSES
         if self.in_buffers:
-            return self.memory, self.memory[0].shape, RecordArrays(len(self.memory), ROW_BITS)
+            how = RecordArrays(len(self.memory), ROW_BITS, self.slots is not None)
+            return self.memory, self.memory[0].shape, how
         if isinstance(self.memory, tuple) and tokens == 1 and len(self.memory) <= MAX_ARRAYS:
             return self.memory, (len(self.memory), self.memory[0].size), RecordArrays(len(self.memory))
         return (self.blob,), self.blob.shape, ONE_ARRAY
+
+    def slots_of(self, ids: mx.array) -> mx.array:
+        """The slots of experts: their ids, unless there is a table."""
+        return ids if self.slots is None else self.slots[ids]
 
     def for_mlx(self, slots: np.ndarray) -> "tuple[Records, np.ndarray]":
         """Records that MLX's operations can index, and the places of `slots` in them; records are copied if
@@ -134,7 +145,7 @@ def words_of(records: Records, slots: mx.array, words: slice) -> mx.array:
 
     Args:
         records: on MLX's side.
-        slots: [n] uint32 or int32; they may repeat.
+        slots: [n] uint32 or int32; they may repeat, and without kernels be MISSING, which gives zeros.
     """
     if not records.in_buffers:
         return mx.take(records.blob[:, words], slots, axis=0)
@@ -143,8 +154,17 @@ def words_of(records: Records, slots: mx.array, words: slice) -> mx.array:
     units = (words.stop - words.start) // unit
     launch = plan_words(backend.name(), blob, slots.shape, unit, units, how)
     if isinstance(launch, Reason):
-        return mx.stack([arrays[buffer][row, words] for buffer, row in map(divided, np.array(slots).tolist())])
+        return _taken(arrays, slots, words)
     return launch(*arrays, slots, *map(count, (len(slots), words.start, units)))[0]
+
+
+def _taken(arrays: Sequence[AnyArray], slots: mx.array, words: slice) -> mx.array:
+    """`words_of` buffers by operations that can be traced."""
+    number, row = slots >> ROW_BITS, mx.minimum(slots & ((1 << ROW_BITS) - 1), len(arrays[0]) - 1)
+    taken = mx.zeros((slots.size, words.stop - words.start), mx.uint32)
+    for i, array in enumerate(arrays):
+        taken = mx.where((number == i)[:, None], mx.take(array[:, words], row, axis=0), taken)
+    return taken
 
 
 @planned("records", 256)

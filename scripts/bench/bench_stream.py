@@ -21,8 +21,9 @@ both). `drives` compares a model whose experts lie on several drives (`convert -
 and in a prompt that begins with an empty pool. `load` reads all experts of a model into memory and, in turn, the same
 files with bare parallel reads, into memory that is used again and into memory that is new. `host` decodes with every
 expert in the pool and nothing to read, and says what each part of the pool's work takes of a layer, and on a GPU what
-a token takes beyond one whose experts are resident, and what it takes if the host waits for each router's choice.
-Reported are medians; the last line is JSON.
+a token takes beyond one whose experts are resident, and what it takes if the host waits for each router's choice. With
+`--hits`, one of the experts that a layer will use is dropped before a token, of all but this share of the layers, and
+the disk serves it. Reported are medians; the last line is JSON.
 """
 
 import argparse
@@ -146,6 +147,7 @@ def add_places(commands: Any) -> None:
     host.add_argument("--rounds", type=int, default=9)
     host.add_argument("--max-tokens", type=int, default=32)
     host.add_argument("--prefetch", choices=("auto", "off"), default="auto")
+    host.add_argument("--hits", type=float, nargs="+", default=[], help="also with so many layers without a miss")
     host.set_defaults(run=bench_host)
 
 
@@ -519,7 +521,8 @@ PARTS = (
 def bench_host(options: argparse.Namespace) -> dict:
     """Measures the microseconds that the host takes per layer."""
     plain = {"dtype": None, "context": 512, "prefetch": options.prefetch, "warm_start": "off"}
-    streamed = open_engine(options.model, expert_io="pread", expert_cache_bytes=1 << 60, **plain)
+    pool = {"expert_cache_bytes": 1 << 60, "set": {"host_bytes": 0} if options.hits else {}}
+    streamed = open_engine(options.model, expert_io="pread", **pool, **plain)
     layers, source = len(streamed.model.args.moe_layers), streamed.experts
     warm(source)
     ways = {"streamed": partial(token_seconds, streamed, options.max_tokens)}
@@ -535,6 +538,7 @@ def bench_host(options: argparse.Namespace) -> dict:
         for name, way in ways.items():
             runs[name].append(way())
     parts = parts_of(streamed, options.max_tokens)
+    missing = {share: with_misses(streamed, options, share) for share in options.hits}
     row = {name: 1e6 * statistics.median(times) / layers for name, times in runs.items()}
     row |= {
         "bench": "host",
@@ -542,6 +546,7 @@ def bench_host(options: argparse.Namespace) -> dict:
         "parts": parts,
         "misses": source.stats.misses,
         "layers": layers,
+        "hits": missing,
     }
     if "resident" in runs:
         pairs = zip(runs["streamed"], runs["resident"], strict=True)
@@ -549,6 +554,57 @@ def bench_host(options: argparse.Namespace) -> dict:
     print(", ".join(f"{name} {value:.1f}" for name, value in row.items() if isinstance(value, float)), "us a layer")
     print(", ".join(f"{name} {value:.1f}" for name, value in parts.items()), "us of them")
     return row
+
+
+class Used:
+    """Notes the experts that each layer of a token uses, as a `RequestObserver`."""
+
+    def __init__(self) -> None:
+        self.experts: dict[int, list[int]] = {}
+
+    def requested(self, layer: int, ids: np.ndarray, keys: list, ready: list) -> None:
+        self.experts[layer] = [expert for _, expert in keys]
+
+
+def with_misses(engine: Engine, options: argparse.Namespace, share: float) -> dict[str, Any]:
+    """Milliseconds a layer if this share of the layers has all experts in memory: the host waits, or layers are queued;
+    and how often a wait takes the time of queued layers.
+    """
+    source, model, ways = engine.experts, engine.model, {"waiting": None, "queued": engine.model.optimistic}
+    used = [experts for experts, _ in dropping_tokens(engine, options.max_tokens, [], random.Random(0), share)]
+    runs: dict[str, list[float]] = {name: [] for name in ways}
+    for i in range(-2, options.rounds):  # the first two warm up
+        for name in sorted(ways, reverse=bool(i % 2)):
+            model.optimistic = ways[name]
+            rng = random.Random(i)
+            times = [seconds for _, seconds in dropping_tokens(engine, options.max_tokens, used, rng, share)]
+            took = 1e3 * statistics.mean(times[options.max_tokens // 3 :]) / len(source.layout.moe_layers)
+            runs[name] += [took] if i >= 0 else []
+    model.optimistic = ways["queued"]
+    row = {name: statistics.median(took) for name, took in runs.items()}
+    row["speed"] = quartiles([one / other for one, other in zip(runs["waiting"], runs["queued"], strict=True)])
+    print(f"{share:.0%} of layers without a miss:", row)
+    return row
+
+
+def dropping_tokens(engine: Engine, count: int, used: list, rng: random.Random, share: float) -> Any:
+    """Computes tokens, and yields the experts and the seconds of each. Before a token some of those that it will use
+    are dropped, as `used` says.
+    """
+    source, cache, observer = engine.experts, engine.model.make_cache(), Used()
+    warm(source)
+    source.observer = observer
+    for i in range(count):
+        for layer, experts in used[i].items() if used else ():
+            pool, key = source.pools.of[layer], (layer, rng.choice(experts))
+            if rng.random() > share:
+                source.drain()
+                pool.finish_copies()
+                pool.drop(key)
+        start = time.perf_counter()
+        mx.eval(engine.model(mx.array([[i * 37 % 251]]), cache))
+        yield dict(observer.experts), time.perf_counter() - start
+    source.observer = None
 
 
 def warm(source: StreamedExperts) -> None:

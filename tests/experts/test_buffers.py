@@ -8,19 +8,21 @@ import gc
 import time
 import weakref
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from grids import examples
 from hypothesis import settings
 from test_breathing import ALL, BreathingMachine, breathing, read
 from test_shares import write_mixed
-from test_source import EXPERTS, blocks, records, write_packed
+from test_source import EXPERTS, Evaluated, blocks, records, write_packed
 
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts.memory import page_aligned, private_pages
 from moeflux_mlx.experts.places import BUFFERS, Buffers
 from moeflux_mlx.experts.source import TooManyExpertsError
 from moeflux_mlx.experts.streamed import StreamedExperts
+from moeflux_mlx.ops.records import MISSING
 from moeflux_mlx.planning.pressure import PACE_OF_METAL, MacOS, PoolLimit, Process
 
 LAYERS, SLOTS = 2, 64
@@ -299,6 +301,62 @@ def test_a_buffer_with_a_record_that_must_stay_goes_last():
     owned = {first: True, last: False, other: False, **dict.fromkeys(places[2:13:2], True)}
     made.aim(14, owned)
     assert made.goes(last) and not made.goes(first)
+
+
+def test_a_table_has_the_slots_of_the_records(packed):
+    """Also after moves; and a table that was given away stays what it was."""
+    loader, _, stride = adopting(packed)
+    pool = loader.pools[0]
+
+    def slots():
+        return dict(enumerate(np.array(loader.table(0).memory).tolist()))
+
+    def places():
+        there = {expert: pool[0, expert].row for layer, expert in pool.records() if layer == 0}
+        return {expert: there.get(expert, MISSING) for expert in slots()}
+
+    for layer in (0, 1):
+        read(loader, layer, range(EXPERTS)).release()
+    before = loader.table(0)
+    assert slots() == places() and MISSING not in list(slots().values())[:EXPERTS]
+    pool.drop((0, 2))
+    assert slots() == places() and slots()[2] == MISSING != before.memory[2].item()
+    read(loader, 0, [5, 0]).release()
+    loader.resize(2 * stride)
+    moved = {expert for expert in (0, 5) if slots()[expert] not in (MISSING, before.memory[expert].item())}
+    assert slots() == places() and len(moved) == 1
+    loader.close()
+
+
+def test_a_place_is_free_when_what_was_queued_before_has_been_read():
+    made = Buffers(16384, 16, 2, None, lambda *shape: (page_aligned(*shape),) * 2)
+    places, evaluated = [made.take() for _ in range(16)], Evaluated(3)
+    first, second, third = evaluated.arrays
+    made.queued([first])
+    made.put(places[0])
+    made.queued([first, second])
+    made.put(places[1])
+    assert made.free == []
+    made.queued([second, third])
+    assert made.free == [places[0]] and evaluated.count() == 0
+    assert [made.take(), made.take()] == places[:2] and evaluated.count() == 1
+    made.put(places[2])
+    made.aim(16, dict.fromkeys(places[3:], False))
+    assert evaluated.count() == 2 and made.free == places[:3]
+
+
+@pytest.mark.parametrize("slots, reserve", [(60, 1), (80, 0)])
+def test_a_pool_that_evicts_keeps_a_reserve_while_layers_are_queued(tmp_path, slots, reserve):
+    loader, _, stride = adopting(write_packed(tmp_path, experts=40), slots)
+    for layer in (0, 1):
+        read(loader, layer, range(slots // 2)).release()
+    pool = loader.pools[0]
+    assert len(pool) == loader.slots == slots
+    loader.queued([mx.array(1.0)])
+    assert len(pool) == slots - reserve and not pool.places.free
+    loader.queued([])
+    assert len(pool.places.free) == reserve and not pool.has_room
+    loader.close()
 
 
 def test_a_cut_takes_one_buffer_of_records_of_every_size(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import replace
 
 import goldens
@@ -13,7 +14,8 @@ from tiny_models import tiny_directory, use_plain_operations
 
 from moeflux_mlx.cli.opening import shapes_of
 from moeflux_mlx.errors import ExpertIOError
-from moeflux_mlx.experts import host_tier, routed
+from moeflux_mlx.experts import host_tier, pool_reads, routed
+from moeflux_mlx.experts.memory import staging_memory
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.streamed import StreamedExperts
@@ -21,7 +23,7 @@ from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.mixers.registry import cache_numbers, stored_forms
 from moeflux_mlx.model import optimistic
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.model.optimistic import OptimisticLayers
+from moeflux_mlx.model.optimistic import Group, Grouping, OptimisticLayers
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.model.weights import arrange, fill, read_resident
 from moeflux_mlx.opening.kernel_cache import programs_of
@@ -32,27 +34,35 @@ from moeflux_mlx.ops.tiles import CODE
 from moeflux_mlx.spec import ModelArgs
 
 EXPERTS, TOP_K, TOKENS = 16, 4, 9
+BOTH = pytest.mark.parametrize("in_buffers", [False, True])
 
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     use_plain_operations(monkeypatch)
-    monkeypatch.setattr(optimistic, "LEAST_SHARE", 0.0)
-    monkeypatch.setattr(optimistic, "TOGETHER", 2)
+    queue_by(monkeypatch, Grouping(0.0, 2, 4, 2))
+
+
+def queue_by(monkeypatch, *groupings):
+    monkeypatch.setattr(optimistic, "GROUPINGS", groupings)
 
 
 def opened(family, *given, **options):
     return opened_in(tiny_directory(family), *given, **options)
 
 
-def opened_in(path, records=None, ahead=True, preadv=os.preadv, **options):
-    """A model whose pool has room for `records` records (None: all), compiled as for a GPU."""
+def opened_in(
+    path, records=None, ahead=True, preadv=os.preadv, in_buffers=False, prefetch="off", waiting=None, **options
+):
+    """A model whose pool has room for `records` records (None: all), compiled as for a GPU. Its records are copied, as
+    on CUDA, or in buffers, as on Metal."""
     args, tensors = ModelArgs.from_file(path), read_resident(path)
     packed = PackedExperts.open(path, args)
     nbytes = 1 << 30 if records is None else records * packed.layout.held_bytes
     reader = ExpertReader(packed, preadv=preadv)
-    source = StreamedExperts(packed, reader=reader, cache_bytes=nbytes, copied=True, **options)
-    experts = RoutedExperts(source, "off")
+    memory = {"adopt": staging_memory} if in_buffers else {"copied": True}
+    source = StreamedExperts(packed, reader=reader, cache_bytes=nbytes, **memory, **options)
+    experts = RoutedExperts(source, prefetch, waiting)
     model = Model(args, experts, stored_forms(tensors))
     fill(model, tensors, args.quantization, mx.float32)
     parts = cache_numbers(args.mixers), source, model.embedded, model.project
@@ -72,11 +82,13 @@ def run(model, tokens):
 CASES = [(family, records) for family in ("qwen3_moe", "qwen3_5_moe", "deepseek_v3") for records in (None, 40, 6)]
 
 
+@BOTH
 @pytest.mark.parametrize("family, records", [*CASES, ("glm_moe_dsa", 8)])  # 8: a token's experts in all layers
-def test_same_bits_and_counts_as_with_a_wait_for_each_choice(family, records):
+def test_same_bits_and_counts_as_with_a_wait_for_each_choice(family, records, in_buffers, monkeypatch):
+    monkeypatch.setattr(pool_reads, "RESERVE", 0)  # otherwise other records go
     made = []
     for ahead in (False, True):
-        model = opened(family, records, ahead, least_slots=TOP_K)
+        model = opened(family, records, ahead, least_slots=TOP_K, in_buffers=in_buffers)
         tokens = tokens_of(family)
         logits = [run(model, tokens), run(model, tokens[::-1])]
         order = [list(pool.ranking.lowest(99, lambda key: True)) for pool in model.experts.pools]
@@ -87,14 +99,15 @@ def test_same_bits_and_counts_as_with_a_wait_for_each_choice(family, records):
     assert made[0][2] and made[0][3]
 
 
-def test_the_choice_of_a_layer_that_was_dropped_is_not_handed_on(monkeypatch, tmp_path):
+@BOTH
+def test_the_choice_of_a_layer_that_was_dropped_is_not_handed_on(monkeypatch, tmp_path, in_buffers):
     """Layer 2 takes the choice of layer 0, also if layer 1 lacks an expert and layer 3, which chooses anew, is queued
     behind it."""
     config = goldens.config("glm_moe_dsa") | {"indexer_types": ["full", "shared", "shared", "full", "shared"]}
     make_random_model.write_model(config, tmp_path, np.random.default_rng(0))
     logits = []
     for ahead in (False, True):
-        model = opened_in(tmp_path, 12, ahead, least_slots=TOP_K)
+        model = opened_in(tmp_path, 12, ahead, least_slots=TOP_K, in_buffers=in_buffers)
         accepted = calls(monkeypatch, model.experts, "accept")
         logits.append(run(model, tokens_of("glm_moe_dsa", config["index_topk"] + 8)))
         model.experts.close()
@@ -108,8 +121,9 @@ def calls(monkeypatch, source, name):
     return layers
 
 
-def test_records_that_are_there_are_not_requested(monkeypatch):
-    model = opened("qwen3_moe")
+@BOTH
+def test_records_that_are_there_are_not_requested(monkeypatch, in_buffers):
+    model = opened("qwen3_moe", in_buffers=in_buffers)
     run(model, tokens_of("qwen3_moe"))
     cache, layers = model.make_cache(), list(range(len(model.layers)))
     requested, accepted = (calls(monkeypatch, model.experts, name) for name in ("request", "accept"))
@@ -190,22 +204,24 @@ def test_records_in_host_memory_are_read_there(monkeypatch):
     model.experts.close()
 
 
-def test_layers_wait_while_many_lack_experts(monkeypatch):
-    monkeypatch.setattr(optimistic, "LEAST_SHARE", 0.85)
+@BOTH
+def test_layers_wait_while_many_lack_experts(monkeypatch, in_buffers):
+    queue_by(monkeypatch, Grouping(0.85, 2, 4, 2))
     tokens = tokens_of("qwen3_moe")
-    model = opened("qwen3_moe", 6, least_slots=TOP_K)
+    model = opened("qwen3_moe", 6, least_slots=TOP_K, in_buffers=in_buffers)
     for _ in range(3):
         run(model, tokens)
     accepted = calls(monkeypatch, model.experts, "accept")
     run(model, tokens)
     assert not accepted
-    monkeypatch.setattr(optimistic, "LEAST_SHARE", 0.0)
+    queue_by(monkeypatch, Grouping(0.0, 2, 4, 2))
     run(model, tokens)
     assert accepted
     model.experts.close()
 
 
-def test_a_failed_read_leaves_a_step_that_can_be_repeated():
+@BOTH
+def test_a_failed_read_leaves_a_step_that_can_be_repeated(in_buffers):
     broken = []
 
     def preadv(fd, buffers, offset):
@@ -217,7 +233,7 @@ def test_a_failed_read_leaves_a_step_that_can_be_repeated():
     model = opened("qwen3_5_moe", ahead=False)
     want = run(model, tokens)
     model.experts.close()
-    model = opened("qwen3_5_moe", 40, preadv=preadv, least_slots=TOP_K)
+    model = opened("qwen3_5_moe", 40, preadv=preadv, least_slots=TOP_K, in_buffers=in_buffers)
     cache, failures, got = model.make_cache(), 0, []
     for token in tokens:
         broken.append(1)
@@ -267,6 +283,32 @@ def test_a_table_has_the_records_of_the_pool():
     source.close()
 
 
+@BOTH
+@pytest.mark.parametrize("prefetch", ["lookahead", "off"])
+def test_what_dropped_layers_chose_is_read_ahead(prefetch, in_buffers):
+    model = opened("qwen3_moe", in_buffers=in_buffers, prefetch=prefetch)
+    source, tokens, hinted = model.experts, tokens_of("qwen3_moe"), []
+    for _ in range(2):
+        want = run(model, tokens)
+    used = {}
+    accept = source.accept
+    source.accept = lambda layer, ids, table: used.update({layer: ids}) or accept(layer, ids, table)
+    run(model, tokens)
+    keys = [(layer, int(used[layer][0, -1])) for layer in (1, 2)]  # of the last token
+    hint = source.hint
+    source.hint = lambda keys: hinted.append(list(keys)) or hint(keys)
+    cache = model.make_cache()
+    for token in tokens[:-1]:
+        mx.eval(model(mx.array([[token]]), cache))
+    source.pools[0].finish_copies()
+    for key in keys:
+        source.pools[0].drop(key)
+    hinted.clear()
+    assert np.array_equal(np.array(model(mx.array([tokens[-1:]]), cache))[0, 0], want[-1])
+    assert hinted[:2] == ([] if prefetch == "off" else [keys[:1], keys])
+    source.close()
+
+
 def test_layers_are_queued_only_if_kernels_read_their_records(monkeypatch):
     model = opened("qwen3_moe")
     assert all(layer.may_be_queued for layer in model.layers)
@@ -277,11 +319,11 @@ def test_layers_are_queued_only_if_kernels_read_their_records(monkeypatch):
     model.experts.close()
 
 
+@BOTH
 @pytest.mark.parametrize("together, shorter", [(2, 0), (3, 2)])
-def test_the_pool_is_asked_between_groups_whether_memory_is_short(monkeypatch, together, shorter):
-    monkeypatch.setattr(optimistic, "TOGETHER", together)
-    monkeypatch.setattr(optimistic, "SHORTER", shorter)
-    model = opened("qwen3_moe")
+def test_the_pool_is_asked_between_groups_whether_memory_is_short(monkeypatch, together, shorter, in_buffers):
+    queue_by(monkeypatch, Grouping(0.0, together, shorter, 2))
+    model = opened("qwen3_moe", in_buffers=in_buffers)
     cache, tokens = model.make_cache(), tokens_of("qwen3_moe", 1)
     for _ in range(2):
         mx.eval(model(mx.array([tokens]), cache))
@@ -293,12 +335,46 @@ def test_the_pool_is_asked_between_groups_whether_memory_is_short(monkeypatch, t
     model.experts.close()
 
 
-def test_every_kernel_of_experts_is_listed_for_cuda(monkeypatch):
+@pytest.mark.parametrize("seconds, together", [(1e-4, 2), (1e-3, 1)])
+def test_a_slow_gpu_gets_smaller_groups(monkeypatch, seconds, together):
+    queue_by(monkeypatch, Grouping(0.0, 2, 0, 2, optimistic.SLOW), Grouping(0.0, 1, 0, 2))
+    model, now = opened("qwen3_moe", in_buffers=True), [0.0]
+    model.optimistic.clock = lambda: now[0]
+    accept, sizes = model.experts.accept, []
+
+    def accept_in_time(layer, ids, table):
+        now[0] += seconds
+        return accept(layer, ids, table)
+
+    model.experts.accept = accept_in_time
+    monkeypatch.setattr(optimistic, "Group", lambda *parts: sizes.append(len(parts[1])) or Group(*parts))
+    for _ in range(8):
+        run(model, tokens_of("qwen3_moe"))
+    assert sizes[0] == 2 and max(sizes[-8:]) == together
+    model.experts.close()
+
+
+def test_each_layer_of_a_token_is_told_of_once():
+    """Also where the experts are waited for; keep-warm measures by the first layer's."""
+    told = []
+    waiting = lambda layer, rows: told.append(layer) or nullcontext()  # noqa: E731
+    model = opened("qwen3_moe", 12, waiting=waiting, least_slots=TOP_K)
+    count = len(tokens_of("qwen3_moe"))
+    for _ in range(2):
+        run(model, tokens_of("qwen3_moe"))
+    assert sorted(told) == sorted([*range(len(model.layers))] * 2 * count)
+    model.experts.close()
+
+
+# Two kernels: on CUDA for several rows, for records by themselves and for tables, and one of addresses; on Metal for
+# rows and for tables.
+@pytest.mark.parametrize("target, count", [("cuda", 7), ("metal", 4)])
+def test_every_kernel_of_experts_is_listed(monkeypatch, target, count):
     """So that it is compiled before the first token."""
-    with standing_in(backend="cuda"):
+    with standing_in(backend=target):
         shapes = shapes_of(Namespace(variant=None, model=tiny_directory("qwen3_moe")))
     shapes = replace(shapes, dtype=mx.float32)
-    listed = {program.file for program in programs_of(shapes, CODE)}
+    listed = {program.file for program in programs_of(shapes, CODE, target=target)}
     built = set()
     chosen = np.arange(TOP_K, dtype=np.uint32)[None]
     monkeypatch.setattr(routed, "read_host_copy", lambda copy: (chosen, mx.zeros(chosen.shape)))
@@ -310,13 +386,13 @@ def test_every_kernel_of_experts_is_listed_for_cuda(monkeypatch):
 
         return call
 
-    with standing_in(backend="cuda", build=build):
-        model = opened("qwen3_moe")
+    with standing_in(backend=target, build=build):
+        model = opened("qwen3_moe", in_buffers=target == "metal")
         arrange(model)
         cache = model.make_cache()
         for tokens in (1, 4, 1):  # a cache without tokens has no graph
             mx.eval(model(mx.ones((1, tokens), mx.int32), cache))
     model.experts.close()
     used = {name for name in built if "expert_" in name or "record_" in name}
-    assert len(used) == 7  # two kernels, for several rows, for records by themselves and for tables; and addresses
+    assert len(used) == count
     assert used <= listed

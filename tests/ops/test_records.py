@@ -5,18 +5,22 @@ from collections import Counter
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import drawn
 from test_expert_rows import case as rows_case
 from test_expert_rows import computed
 from test_kernels import Experts
+from test_moe_launches import Layer
 from tile_choices import Chosen
 from tiny_models import use_plain_operations
 
 from metal import msl
 from moeflux_mlx.experts.places import BUFFERS
 from moeflux_mlx.formats.record import Record
+from moeflux_mlx.kinds import Router
 from moeflux_mlx.opening.random_weights import random_records
 from moeflux_mlx.ops import dequantize, experts, grouped, launch
-from moeflux_mlx.ops.records import ROW_BITS, Records, words_of
+from moeflux_mlx.ops.records import MISSING, ROW_BITS, Records, words_of
+from moeflux_mlx.ops.route import Choice, read_ids, route
 from moeflux_mlx.ops.stand_ins import standing_in
 from moeflux_mlx.ops.tiles import TILES, using
 
@@ -65,6 +69,65 @@ def test_a_step_with_a_shared_expert_has_the_same_bits_in_buffers(host):
     apart.records, slots = scattered(together.records)
     apart.slots = slots[together.slots]
     assert mx.array_equal(together.down_combine(shared=False), apart.down_combine(shared=False))
+
+
+def tabled(records, count, missing):
+    """Returns the records in `count` buffers with a table in which some are missing, and the same in one array, where
+    those are zeros."""
+    blob, rng = np.array(records.blob), np.random.default_rng(count)
+    rows = -(-len(blob) // count)
+    memory = rng.integers(0, 2**32, (count, rows, blob.shape[1]), dtype=np.uint32)
+    places = rng.permutation(count * rows)[: len(blob)]
+    memory.reshape(-1, blob.shape[1])[places] = blob
+    slots = ((places // rows << ROW_BITS) + places % rows).astype(np.uint32)
+    for expert in missing:
+        memory.reshape(-1, blob.shape[1])[places[expert]] = 0xFFFFFFFF  # NaN, if it were read
+        slots[expert], blob[expert] = MISSING, 0
+    buffers = tuple(map(mx.array, memory))
+    buffers = (*buffers, *[buffers[0]] * (BUFFERS - count))
+    return Records(buffers, records.record, slots=mx.array(slots)), Records(mx.array(blob), records.record)
+
+
+def check_choice(count, K, absent, with_shared):
+    """A kernel that finds records by a table gives the bits of all records in one array, and the host the same ids."""
+    layer, rule = Layer(K, 1, K, 64, 64, mx.bfloat16, columns=9, records=8), Router(8, K)
+    choice, shared = Choice(layer.logits, rule), layer.shared if with_shared else None
+    ids = np.array(route(layer.logits, rule)[0])[0].tolist()
+    missing = {"none": [], "first": ids[:1], "last": ids[-1:], "all": ids}[absent]
+    own, whole = tabled(layer.records, count, missing)
+    copies: list[mx.array] = []
+    got = experts.chosen_ffn(layer.x, choice, own, layer.h_mid, shared, 8, copies)
+    assert mx.array_equal(got, experts.chosen_ffn(layer.x, choice, whole, layer.h_mid, shared))
+    assert read_ids(copies)[0].tolist() == ids
+
+
+BY_TABLE = drawn(range(1, 9), range(1, 9), ["none", "first", "last", "all"], [False, True])
+
+
+@pytest.mark.parametrize("count, K, absent, with_shared", BY_TABLE)
+def test_a_choice_by_a_table_has_the_bits_of_one_array(host, count, K, absent, with_shared):
+    check_choice(count, K, absent, with_shared)
+
+
+def test_the_operations_find_records_by_a_table(plain):
+    for count, K, absent in ((1, 1, "first"), (3, 4, "last"), (8, 8, "all"), (2, 5, "none")):
+        check_choice(count, K, absent, False)
+
+
+@msl.needed
+@pytest.mark.parametrize(
+    "file, old, new",
+    [
+        ("codes.h.metal", "return slots[id];", "return slots[id] + 1;"),
+        ("expert_choice.metal", "if (TABLED && k < K && slot[0] == CODES_MISSING)", "if (false)"),
+        ("expert_down_combine.metal", "if (TABLED && k < K && uint(slots", "if (false && uint(slots"),
+        ("expert_choice.metal", "topk_copy(host_copy, k, found);", "topk_copy(host_copy, k, slot[0]);"),
+    ],
+)
+def test_a_fault_in_a_choice_by_a_table_is_caught(host, monkeypatch, file, old, new):
+    msl.plant(monkeypatch, file, old, new)
+    with pytest.raises((AssertionError, msl.Failure)):
+        check_choice(3, 4, "last", True)
 
 
 FIELDS = Record.make(64, 128, stride=64 * 128 * 2)
