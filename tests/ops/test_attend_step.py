@@ -81,10 +81,10 @@ class Layer:
         return self.run(parts, cache, seen)[0, -1]
 
     def run(self, parts, cache, seen=None):
-        q_norm, k_norm = self.norms
-        more = {"rope": self.rope, "scale": 0.3, "window": self.part.window, "sinks": self.sinks, "seen": seen}
-        more |= {"query_scale": self.part.query_scale, "chunked": self.part.chunked}
-        return attend.attend(*parts, cache, q_norm=q_norm, k_norm=k_norm, **more)
+        part = self.part
+        terms = attend.Terms(*self.norms, self.rope, 0.3, part.window, self.sinks)
+        terms = terms._replace(query_scale=part.query_scale, chunked=part.chunked)
+        return attend.attend(*parts, cache, terms, seen=seen)
 
     def turned(self, x, norm, position):
         if norm is not None:

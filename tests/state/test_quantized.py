@@ -69,8 +69,7 @@ def feed(cache, count):
     Returns [count, HEADS * VALUE_WIDTH]. A single position uses the native kernel.
     """
     parts = (part[:, cache.offset : cache.offset + count] for part in (QUERIES, KEYS, VALUES))
-    more = {"q_norm": None, "k_norm": None, "rope": None, "scale": 0.1, "window": cache.part.window}
-    return np.array(attend.attend(*parts, cache, **more))[0]
+    return np.array(attend.attend(*parts, cache, attend.Terms(None, None, None, 0.1, cache.part.window)))[0]
 
 
 class Text(RuleBasedStateMachine):
@@ -167,8 +166,7 @@ def test_it_attends_to_rounded_rows_alone():
     got, widths = feed(rounded, 50), (WIDTH, VALUE_WIDTH)
     k, v = (kv_rows.decode(mx.array(rows), width, mx.float32) for rows, width in zip(BYTES, widths, strict=True))
     q, k, v = mx.array(QUERIES[:, :50]), k[:, :, :50].transpose(0, 2, 1, 3), v[:, :, :50].transpose(0, 2, 1, 3)
-    more = {"q_norm": None, "k_norm": None, "rope": None, "scale": 0.1}
-    want = np.array(attend.attend(q, k, v, plain, **more))[0]
+    want = np.array(attend.attend(q, k, v, plain, attend.Terms(None, None, None, 0.1)))[0]
     assert np.abs(got - want).max() < 1e-5
 
 

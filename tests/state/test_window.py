@@ -34,9 +34,8 @@ def feed(cache, count):
     """Attends with the next positions of TEXT. Returns [heads, count, WIDTH]."""
     start = cache.offset
     q, k, v = (part[None, :, start : start + count].transpose(0, 2, 1, 3) for part in TEXT)
-    more = {"q_norm": None, "k_norm": None, "rope": None, "scale": 0.3, "window": cache.window}
-    more["chunked"] = cache.part.chunked
-    return attend.attend(q, k, v, cache, **more).reshape(count, HEADS, WIDTH).swapaxes(0, 1)
+    terms = attend.Terms(None, None, None, 0.3, cache.window, chunked=cache.part.chunked)
+    return attend.attend(q, k, v, cache, terms).reshape(count, HEADS, WIDTH).swapaxes(0, 1)
 
 
 def wanted(position, window, chunked=False):

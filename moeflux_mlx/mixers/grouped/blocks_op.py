@@ -8,7 +8,7 @@ processed a few at a time.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -29,25 +29,14 @@ from ...ops.index import (
     choose_step,
     slices,
 )
-from ...ops.launch import ArrayPiece
 from ...ops.norm import Norm
 from ...ops.rope import Rope, has_axes, laid_out
 from ...ops.rows import AnyCache
 from ...ops.seen import SeenBlocks
-from .op import attend, prepared, refusal
+from .op import Terms, attend, prepared, refusal
 
 AnyBlocks = KeyBlocks | HeadBlocks
 PARTS = 16  # of a prompt's attention, whose places are computed together
-
-
-class BlockTerms(NamedTuple):
-    """The parameters of `attend_blocks`, as `attend` has them."""
-
-    q_norm: Norm | None
-    k_norm: Norm | None
-    rope: Rope | None
-    scale: float
-    pieces: list[ArrayPiece] | None = None
 
 
 def attend_blocks(
@@ -57,7 +46,7 @@ def attend_blocks(
     caches: Sequence[AnyCache],
     made: Projections,
     blocks: AnyBlocks,
-    terms: BlockTerms,
+    terms: Terms,
     joined: mx.array | None = None,
 ) -> AnyArray:
     """`attend` over the positions that are chosen: [B, L, heads * D].
@@ -78,13 +67,13 @@ def attend_blocks(
         else:
             chosen = None if whole else choose_blocks_step(made, TokenPlace(own.held(k.dtype).positions), blocks)
         seen = None if chosen is None else SeenBlocks(chosen, blocks.ratio, by_head)
-        return attend(q, k, v, own, **terms._asdict(), joined=joined, seen=seen)
+        return attend(q, k, v, own, terms, joined, seen)
     first, position, library = own.offset, own.position, library_of(q)
     if by_head:
         made = made._replace(keys=append_keys(caches[1], made.terms.keys(made.keys, position)))
     if whole:
         some = q[:, :whole], k[:, :whole], v[:, :whole]
-        parts.append(attend(*some, own, **terms._asdict()))
+        parts.append(attend(*some, own, terms))
     if whole < L:
         queries = made.terms.queries(made.queries, blocks.indexer.heads, position)[:, whole:]
         weights = library.full(queries.shape[:3], made.terms.scale, library.float32)
@@ -120,7 +109,7 @@ def choose_by_head(made: Index, seen: AnyArray, blocks: HeadBlocks) -> AnyArray:
 
 
 def _over_chosen(
-    q: AnyArray, k: AnyArray, v: AnyArray, cache: AnyCache, chosen: AnyArray, blocks: AnyBlocks, terms: BlockTerms
+    q: AnyArray, k: AnyArray, v: AnyArray, cache: AnyCache, chosen: AnyArray, blocks: AnyBlocks, terms: Terms
 ) -> AnyArray:
     """[B, n, heads * D] of tokens that each attend to the blocks `chosen` [B, n, 1 or kv heads, .] and to their last
     positions."""

@@ -19,8 +19,8 @@ from ...ops.norm import Norm, UnitNorm, rms_norm
 from ...ops.rope import Rope
 from ...ops.rows import AnyCache, StepRows, each_alone
 from ...ops.seen import Chosen
-from .blocks_op import BlockTerms, attend_blocks, block_keys
-from .op import attend
+from .blocks_op import attend_blocks, block_keys
+from .op import Terms, attend
 from .spec import GroupedQuery
 
 # The ends of names of parameters that stay float32, and names of tensors that tell another stored form.
@@ -155,29 +155,26 @@ class Attention(MixerModule):
         mixer, heads, kv_heads = self.mixer, self.mixer.heads, self.mixer.kv_heads
         if mixer.norm == "flat":
             q, k = self.q_norm(q), self.k_norm(k)
-        norms = self._norms
         q, k, v = (part.reshape(B, L, n, -1) for part, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
-        joined = joined if self._weights else None
+        joined, norms = joined if self._weights else None, self._norms
         if mixer.blocks is not None:
             v = rms_norm(v, None, self.eps) if mixer.value_norm else v
             made = self.indexer([output for name, output in outputs.items() if name.startswith("index")], caches[1])
-            terms = BlockTerms(norms[0], norms[1], self.rope, scale, self._weights)
+            terms = Terms(*norms, self.rope, scale, pieces=self._weights)
             return attend_blocks(q, k, v, caches, made, mixer.blocks, terms, None if mixer.value_norm else joined)
-        return attend(
-            *(q, k, v, caches[0]),
-            q_norm=norms[0],
-            k_norm=norms[1],
-            rope=self.rope,
-            scale=scale,
-            window=mixer.window,
-            sinks=self.get("sinks"),
-            value_norm=self.eps if mixer.value_norm else None,
-            pieces=self._weights,
-            query_scale=mixer.query_scale,
-            chunked=mixer.chunked,
-            joined=joined,
+        terms = Terms(
+            *norms,
+            self.rope,
+            scale,
+            mixer.window,
+            self.get("sinks"),
+            self.eps if mixer.value_norm else None,
+            self._weights,
+            mixer.query_scale,
+            mixer.chunked,
         )
+        return attend(q, k, v, caches[0], terms, joined)
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
         if self.mixer.value_scale != 1.0:

@@ -60,16 +60,29 @@ NO_TURN = (*np.zeros((2, 1, 0), np.float32), False)
 
 
 class Terms(NamedTuple):
-    """The parameters of `attend`, as it has them. Both norms have the same eps, or there are none."""
+    """How a layer attends.
+
+    Args:
+        q_norm, k_norm: norms of each head of q and k; None: no norm, or q and k are normed already. Both norms have the
+            same eps, or there are none.
+        rope: rotates q and k by their rotary positions; None: no rotation.
+        window: how many positions a query sees, its own included; None: all. With a window, the cache must be one of
+            that window.
+        sinks: [heads], logits that are added to the softmax's sum only; None: no sinks.
+        value_norm: epsilon of a norm without weight of each head of v, equal to that of the other norms; None: no norm.
+        pieces: those of q_norm's weight, k_norm's and rope.periods in one array, if kernels take them so.
+        query_scale: scales queries by their rotary positions; None: they are not scaled.
+        chunked: whether a query sees, of its own chunk of `window` positions, those up to its own.
+    """
 
     q_norm: Norm | None
     k_norm: Norm | None
     rope: Rope | None
     scale: float
-    window: int | None
-    sinks: mx.array | None
-    value_norm: float | None
-    pieces: list[ArrayPiece] | None
+    window: int | None = None
+    sinks: mx.array | None = None
+    value_norm: float | None = None
+    pieces: list[ArrayPiece] | None = None
     query_scale: QueryFactor | None = None
     chunked: bool = False
 
@@ -93,17 +106,7 @@ def attend(
     k: AnyArray,
     v: AnyArray,
     cache: Steps | StepRows,
-    *,
-    q_norm: Norm | None,
-    k_norm: Norm | None,
-    rope: Rope | None,
-    scale: float,
-    window: int | None = None,
-    sinks: mx.array | None = None,
-    value_norm: float | None = None,
-    pieces: list[ArrayPiece] | None = None,
-    query_scale: QueryFactor | None = None,
-    chunked: bool = False,
+    terms: Terms,
     joined: mx.array | None = None,
     seen: SeenBlocks | None = None,
 ) -> AnyArray:
@@ -113,15 +116,6 @@ def attend(
         q: [B, L, heads, D], or [B, L, heads, 2 D] with a gate behind each query; its sigmoid multiplies the result.
         k, v: [B, L, kv heads, D] and [B, L, kv heads, V], appended to `cache`, k normed and rotated, v normed.
         cache: of one text or a batch of them; or the caches of the L rows of a step.
-        q_norm, k_norm: norms of each head of q and k; None: no norm, or q and k are normed already.
-        rope: rotates q and k by their rotary positions; None: no rotation.
-        window: how many positions a query sees, its own included; None: all. With a window, `cache` must be one of that
-            window.
-        sinks: [heads], logits that are added to the softmax's sum only; None: no sinks.
-        value_norm: epsilon of a norm without weight of each head of v, equal to that of the other norms; None: no norm.
-        pieces: those of q_norm's weight, k_norm's and rope.periods in one array, if kernels take them so.
-        query_scale: scales queries by their rotary positions; None: they are not scaled.
-        chunked: whether a query sees, of its own chunk of `window` positions, those up to its own.
         joined: [B, L, ...], for each position q, k and v one after another, if there is such an array.
         seen: of one token that the kernels take, the positions that it attends to; None: all.
 
@@ -129,7 +123,6 @@ def attend(
         [B, L, heads * V]
     """
     B, L, _, D = k.shape
-    terms = Terms(q_norm, k_norm, rope, scale, window, sinks, value_norm, pieces, query_scale, chunked)
     if isinstance(cache, StepRows):
         has_kernels = kernels_take(q, refusal, True, D, v.shape[-1])
         compute = partial(_on_kernels if has_kernels else _of_row, terms)
@@ -142,7 +135,8 @@ def attend(
         return _on_kernels(terms, StepRows([cache]), q, k, v, joined, seen)
     v = terms.values(v)
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
-    q, k = prepared(q, q_norm, rope, position, query_scale), prepared(k, k_norm, rope, position)
+    q = prepared(q, terms.q_norm, terms.rope, position, terms.query_scale)
+    k = prepared(k, terms.k_norm, terms.rope, position)
     out = (_span_native if is_native else _span_ops)(q, k, v, cache, terms).reshape(B, L, -1)
     return out if gate is None else out * sigmoid(gate.reshape(B, L, -1))
 
@@ -193,7 +187,7 @@ def _span_ops(q: mx.array, k: mx.array, v: mx.array, cache: Steps, terms: Terms)
 
 
 def _of_row(terms: Terms, rows: StepRows, q: Array, k: Array, v: Array, joined: Array | None) -> Array:
-    return attend(q, k, v, rows.cache, **terms._asdict())
+    return attend(q, k, v, rows.cache, terms)
 
 
 def prepared(
