@@ -16,7 +16,6 @@ from .cli.terminal import note
 from .errors import RequestError
 from .files import that_ends, user_path
 from .opening.engine import Engine
-from .opening.locate import resolve
 
 if TYPE_CHECKING:
     from .server.listen import Listener
@@ -38,8 +37,8 @@ def run(options: argparse.Namespace) -> int:
     each = _each(options)
     loads = {model_name(one.model): partial(_load, one) for one in each}
     # A wrong name, or the question about a download, comes at the start.
-    paths = {model_name(one.model): resolve(local_model(one), tokenizer=one.tokenizer) for one in each if len(each) > 1}
-    return serve_with(Listener, options, read_key(options), loads, greet, paths)
+    located = {model_name(one.model): local_model(one) for one in each if len(each) > 1}
+    return serve_with(Listener, options, read_key(options), loads, greet, located)
 
 
 def _load(options: argparse.Namespace) -> Engine:

@@ -26,7 +26,7 @@ from .kept.warm_start import usage_file
 from .model.tensors import resident_bytes
 from .opening.engine import open_engine
 from .opening.load_settings import LoadSettings
-from .opening.locate import resolve
+from .opening.locate import locate
 from .opening.random_weights import Shapes
 from .opening.weights import open_weights
 from .ops import backend
@@ -103,7 +103,7 @@ def spelled(changes: TileChanges) -> str:
 
 def find_pool(path: Path) -> None:
     """Runs the model with pools of several sizes, if it is streamed, and keeps the smallest of the fastest."""
-    weights = open_weights(resolve(path), without_correction_bias=True)
+    weights = open_weights(locate(path), without_correction_bias=True)
     args, layout, dtype = keeping(weights.args, "auto", None), weights.experts.layout, default_dtype()
     resident, in_place = resident_bytes(weights.shapes, dtype), not weights.can_be_mapped
     demand = LoadSettings(path).demand(args, resident, dtype, in_place=in_place, vision=weights.vision())

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import importlib
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -35,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import MoefluxError, MoefluxWarning
+from ..errors import MoefluxError, warn
 from ..formats.record import Projection, Record
 from ..installation import reinstall_command
 from ..kinds import FORMS, SILU, Activation
@@ -99,7 +98,7 @@ def warn_if_missing() -> None:
 @cache
 def warn_once() -> None:
     """The warning of `warn_if_missing`, until the cache is cleared."""
-    warnings.warn(MISSING + reinstall_command(), MoefluxWarning, stacklevel=3)
+    warn(MISSING + reinstall_command())
 
 
 def extension() -> NativeFunctions:

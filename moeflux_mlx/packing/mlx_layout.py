@@ -21,6 +21,7 @@ from ..formats.checkpoint import Tensor
 from ..formats.record import Field
 from ..kinds.mixer import HeadStack
 from ..model.tensors import stored_as
+from ..ops.forms import DTYPES
 from ..quant import DEFAULT, GLOBAL_SCALE, Quant
 from ..spec import ModelArgs
 from .aside import Copied
@@ -28,10 +29,9 @@ from .layer_files import LayerFile
 from .matrix import Matrix
 from .recipe import layer_of
 from .resident import ResidentPlan, TensorFile, in_files, override
-from .sources import DTYPES, MatrixSource, PlainSource, Source, WrittenTensor
+from .sources import MatrixSource, PlainSource, Source, WrittenTensor
 
 CENTRED = ("minimax_m3_vl",)  # families whose norms mlx-lm stores as weight - 1, too
-_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 STACKS = {"gpt_oss": "experts", "gemma4": "experts.switch_glu"}  # mlx-lm's names of stacks that are not switch_mlp
 # Model types that mlx-lm 0.32.2 loads as we write them: tests/packing/test_mlx_layout.py compares their logits.
@@ -202,7 +202,7 @@ class Plain:
 
     def arrays(self) -> Iterator[mx.array]:
         (array,) = self.source.arrays()
-        yield array.astype(_DTYPES[self.source.tensor.dtype])
+        yield array.astype(DTYPES[self.source.tensor.dtype])
 
 
 @dataclass(frozen=True)

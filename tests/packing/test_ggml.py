@@ -19,6 +19,7 @@ from moeflux_mlx.formats.checkpoint import GRIDS_LICENSE
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing import ggml
+from moeflux_mlx.packing.convert import ConvertSettings
 from moeflux_mlx.packing.gguf_forms import FORMS, repacked
 from moeflux_mlx.packing.recipe import Recipe
 from moeflux_mlx.quant import TABLE
@@ -115,7 +116,7 @@ def test_a_text_shows_what_matters(tmp_path, source):
     text = tmp_path / "text"
     text.write_text("what the model reads, and what it reads after that. " * 20)
     given = Calibration(tmp_path / "work", [str(text)], "gptq", dtype=mx.float32)
-    convert_calibrated(source, tmp_path / "out", given, q_type="IQ2_XXS", verify=True)
+    convert_calibrated(ConvertSettings(source, tmp_path / "out", q_type="IQ2_XXS", verify=True), given)
     made, rows = experts(tmp_path / "out", 0, 0)[0], floats(source, 0, 0)[0]
     error = np.abs(made - rows).mean()
     assert 0 < error < 0.5 * np.abs(rows).mean() and not np.array_equal(made, values("IQ2_XXS", rows))
