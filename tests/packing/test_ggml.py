@@ -21,6 +21,7 @@ from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing import ggml
 from moeflux_mlx.packing.convert import ConvertSettings
 from moeflux_mlx.packing.gguf_forms import FORMS, repacked
+from moeflux_mlx.packing.located import Located
 from moeflux_mlx.packing.recipe import Recipe
 from moeflux_mlx.quant import TABLE
 
@@ -59,7 +60,7 @@ def values(kind, rows):
 
 def experts(path, layer, expert):
     """Gate, up and down as a packed model has them."""
-    return [np.array(one) for one in PackedWeights(path).expert(layer, expert, mx.float32).matrices]
+    return [np.array(one) for one in PackedWeights(Located(path)).expert(layer, expert, mx.float32).matrices]
 
 
 def floats(source, layer, expert):
@@ -136,7 +137,7 @@ def test_widths_that_a_type_cannot_have_take_what_llama_cpp_takes(tmp_path, caps
     assert (
         f"{said}affine, mxfp4, nvfp4, mxfp8, q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl would fit" in capsys.readouterr().err
     )
-    forms = {one.name: one.quant.mode for one in PackedWeights(tmp_path / "out").layout.records[1].projections}
+    forms = {one.name: one.quant.mode for one in PackedWeights(Located(tmp_path / "out")).layout.records[1].projections}
     assert forms == {"gate_proj": named.lower(), "up_proj": named.lower(), "down_proj": made}
     down, rows = experts(tmp_path / "out", 1, 2)[-1], floats(source, 1, 2)[-1]
     assert np.array_equal(down, values(made.upper(), rows))
