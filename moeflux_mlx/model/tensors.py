@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from ..layers import Convolution, Weight
 from ..mixers.registry import KEPT_FLOAT32 as OF_MIXERS
 from ..mixers.registry import USUAL
+from ..ops import backend
 from ..ops.forms import DTYPES
 from ..quant import DEFAULT, GLOBAL_SCALE, MINIMA, OF_GROUPS, SUPERS, Quant
 from ..spec import ModelArgs
@@ -97,7 +98,7 @@ def kept_dtype(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.Dtype:
         return tensor.dtype
     kept = mx.float32 if leaf in KEPT_FLOAT32 or path.endswith((*ROUTERS, *INDEX_WEIGHTS)) else dtype
     # The CPU reads less when scales and biases stay bfloat16, and computes in float32 all the same.
-    on_cpu = kept == mx.float32 and mx.default_device() == mx.cpu
+    on_cpu = kept == mx.float32 and not backend.has_kernels()
     narrow = leaf in OF_GROUPS and not path.endswith(EMBEDDING) and tensor.dtype == mx.bfloat16
     return mx.bfloat16 if on_cpu and narrow else kept
 

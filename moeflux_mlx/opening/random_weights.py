@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 
 from ..formats.record import ExpertLayout, Record
 from ..layers import Weight
-from ..model.tensors import KEPT_FLOAT32, ROUTERS, TABLE, is_of_matrix, needed, stored_as
+from ..model.tensors import TABLE, is_of_matrix, kept_dtype, needed, stored_as
 from ..model.weights import arrange
 from ..ops.forms import DTYPES, settings
 from ..ops.records import Records
@@ -71,7 +71,7 @@ def randomise(module: nn.Module, path: str, shapes: Shapes, fill: Fill | None = 
     """
     matrices = {name: part for name, part in module.named_modules() if isinstance(part, Weight)}
     for name, matrix in matrices.items():
-        kept = mx.float32 if f".{path}{name}".endswith(ROUTERS) else shapes.dtype
+        kept = kept_dtype(f".{path}{name}.weight", matrix.weight, shapes.dtype)
         (fill or fill_randomly)(matrix, shapes.quants.get(path + name), kept)
     for name, value in cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())):
         owner, _, leaf = name.rpartition(".")
@@ -79,9 +79,8 @@ def randomise(module: nn.Module, path: str, shapes: Shapes, fill: Fill | None = 
             ids = mx.random.randint(0, shapes.args.num_experts, value.shape, mx.uint32)
             setattr(_part(module, owner), leaf, ids)
         elif not is_of_matrix(name, matrices):
-            kept = mx.float32 if leaf in KEPT_FLOAT32 else shapes.dtype
             values = mx.random.normal(value.shape) * 0.1 + (leaf == "weight")
-            setattr(_part(module, owner), leaf, values.astype(kept))
+            setattr(_part(module, owner), leaf, values.astype(kept_dtype(f".{path}{name}", values, shapes.dtype)))
     arrange(cast(Any, module))
 
 

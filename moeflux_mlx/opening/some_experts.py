@@ -38,7 +38,7 @@ class SomeExperts:
         self.memory = np.zeros(shape, np.uint32)
         memory: Any = mx.zeros(shape, mx.uint32)
         if place == STREAMED and backend.name() == "metal":
-            memory = (memory,) * BUFFERS
+            memory = (mx.zeros((top_k, record.held_bytes // 4), mx.uint32),) * BUFFERS  # slots of a pool
         elif place == STREAMED and backend.name() == "cuda":
             memory = (mx.zeros(record.held_bytes // 4, mx.uint32),) * top_k
         elif self.is_queued:
@@ -73,9 +73,6 @@ class SomeExperts:
         rows = GroupedRows(x, slots, counts, [slots[0]], records.record, on_units=on_units)
         rows.multiply(0, slots[0], records)
         return rows.combined(weights, residual, shared)
-
-    def expect(self, layer: int, tokens: int) -> None:
-        pass
 
     def wants_guess(self, layer: int, tokens: int) -> bool:
         return False
