@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -116,10 +117,11 @@ class Facts:
         budget = CI_BUDGET if os.environ.get("CI") else BUDGET
         programs = programs_of_variants([fit.name for fit in self.models], backend.name(), default_dtype())
         done = list[Built]()
-        for one in compiled_in_time(programs, backend.name(), budget):
-            done.append(one)
-            if len(done) % 100 == 0:
-                note(f"{len(done)} of {len(programs)} kernels compiled")
+        with closing(compiled_in_time(programs, backend.name(), budget)) as compiled:
+            for one in compiled:
+                done.append(one)
+                if len(done) % 100 == 0:
+                    note(f"{len(done)} of {len(programs)} kernels compiled")
         self.left_out = len(programs) - len(done)
         return kernel_lines(done, len(programs), len(self.models), budget), not any(one.fault for one in done)
 

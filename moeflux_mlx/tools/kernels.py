@@ -4,7 +4,7 @@ allows each.
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ def compiler_of(target: str) -> Callable[[Program], int | None]:
     return compiled
 
 
-def compiled_in_time(programs: Sequence[Program], target: str, budget: float) -> Iterator[Built]:
+def compiled_in_time(programs: Sequence[Program], target: str, budget: float) -> Generator[Built, None, None]:
     """Compiles programs for the GPU `target`, the first ones first, as many as `budget` seconds allow."""
     compiled, end = compiler_of(target), time.perf_counter() + budget
 
