@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     dtype = default_dtype() if own is None else own
     stated = stated_disk(options)
     expert_io = from_environment(options.expert_io)
-    model = described(options, dtype, expert_io, is_alone=machines is None)
+    model = describe(options, dtype, expert_io, is_alone=machines is None)
     args = keeping(model.args, options.kv_bits, own)
     demand = demanded(options, model, args, dtype, expert_io)
     layout, machine = model.layout, figures(options.ram_gb, options.memory_gb)
@@ -146,13 +146,13 @@ def stated_disk(options: argparse.Namespace) -> int | None:
     return stated
 
 
-def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str, is_alone: bool) -> Described:
+def describe(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str, is_alone: bool) -> Described:
     """The model of the options, with resident weights in `dtype`; its experts must allow the mode `expert_io`. One
     machine that `is_alone` needs all of them, and reads images.
     """
     with_images = is_alone and not options.no_vision
     if options.variant is not None:
-        return described_variant(ModelArgs.from_variant(options.variant), options.recipe, dtype)
+        return describe_variant(ModelArgs.from_variant(options.variant), options.recipe, dtype)
     if is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
         if options.measure_disk:
             raise RequestError(f"--measure-disk reads a model's files, and {options.model} is not here; leave it out")
@@ -180,7 +180,7 @@ def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str, is_a
     )
 
 
-def described_variant(args: ModelArgs, recipe: str | None, dtype: mx.Dtype) -> Described:
+def describe_variant(args: ModelArgs, recipe: str | None, dtype: mx.Dtype) -> Described:
     """A known model as a conversion with this recipe would store it; None: in 4 bits."""
     chosen = None if recipe is None else Recipe.of(recipe)
     form_of = quants = None

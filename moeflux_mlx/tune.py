@@ -30,7 +30,7 @@ from .opening.locate import locate
 from .opening.random_weights import Shapes
 from .opening.weights import open_weights
 from .ops import backend
-from .ops.tiles import TRIED, TileChanges, joined
+from .ops.tiles import TRIED, TileChanges, merged
 from .planning.budget import plan_memory
 from .planning.kv_bits import keeping
 from .planning.machine import default_dtype, machine_figures
@@ -90,7 +90,7 @@ def find_tiles(shapes: Shapes) -> None:
         kept += [changes] * is_kept
         verdict = f"{gain:.2f} times as fast" if gain else "wrong, or refused by the GPU"
         print(f"{spelled(changes)}: {verdict}{', kept' if is_kept else ''}", flush=True)
-    found = joined(kept)
+    found = merged(kept)
     keep(found)
     print(f"{len(found)} kernels have faster tiles on {gpu_name()}; see {tiles_file()}")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..errors import ModelFileError, MoefluxError, RequestError
 from ..files import directory, user_path
 from ..formats.checkpoint import has_weights
-from ..packing.gguf_folder import described, tokenizer_folder
+from ..packing.gguf_folder import describe, tokenizer_folder
 from ..packing.located import Located
 from ..packing.suggest import not_packed_error, unfinished_error
 from ..spec import variants
@@ -42,7 +42,7 @@ def locate(
             )
         path = fetch(str(model), revision)
     located = Located(path, tuple(user_path(folder) for folder in shards_in))
-    if not located.is_packed and (folder := described(path, tokenizer_folder(tokenizer))) is not None:
+    if not located.is_packed and (folder := describe(path, tokenizer_folder(tokenizer))) is not None:
         return replace(located, path=folder)
     if tokenizer is not None:
         raise RequestError(f"--tokenizer is for GGUF files, and {path} is none; leave it out")

@@ -35,7 +35,7 @@ from ..formats.packed import FINISHED, FOLDER, LAYOUT
 from ..formats.record import ExpertLayout
 from ..ops.forms import DTYPES
 from ..packing.aside import NAME as ASIDE
-from ..packing.gguf_folder import base_tokenizer, described
+from ..packing.gguf_folder import base_tokenizer, describe
 from ..packing.in_place import plan_in_place
 from ..packing.located import Located, open_source
 from ..packing.recipe import Recipe, read_recipe
@@ -206,7 +206,7 @@ class RemoteGguf(Remote):
                 os.truncate(head, size)  # longer without taking more of the disk
             except OSError as error:
                 raise ModelFileError(f"{head} cannot be written: {error.strerror or error}") from None
-        folder = described(heads / self.wanted[0])
+        folder = describe(heads / self.wanted[0])
         assert folder is not None
         located = Located(folder)
         return _in_place(open_source(located), located.args, without_correction_bias)

@@ -21,7 +21,7 @@ from ..quant import unquantized
 from ..rounding.methods import MINMAX
 from ..spec import ModelArgs
 from .found_files import FoundFiles, checkpoint_digest
-from .gguf_folder import described, tokenizer_folder
+from .gguf_folder import describe, tokenizer_folder
 from .in_place import open_in_place
 from .layer_files import HeldLayerFile
 from .located import Located, open_source
@@ -329,7 +329,7 @@ def _open(settings: ConvertSettings, path: Path) -> tuple[Supply | None, Checkpo
         raise ModelFileError(f"{source} is an unfinished conversion; give the checkpoint that it is made from")
     if path.resolve() == source.resolve():
         raise ModelFileError(f"{path} is the checkpoint itself; choose another directory")
-    if folder := described(source, tokenizer_folder(settings.tokenizer)):
+    if folder := describe(source, tokenizer_folder(settings.tokenizer)):
         return None, *_found(folder)
     if settings.tokenizer is not None:
         raise RequestError(f"--tokenizer is for GGUF files, and {source} is none; leave it out")

@@ -34,7 +34,7 @@ HUB = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+)/?")
 TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 
 
-def described(path: Path, tokenizer: Path | None = None) -> Path | None:
+def describe(path: Path, tokenizer: Path | None = None) -> Path | None:
     """The model directory of the GGUF that `path` is or holds; None: there is none.
 
     Args:

@@ -15,7 +15,7 @@ from ..opening.kernel_cache import CHECKED, SEQUENCES, compiler_here, threads_al
 from ..opening.launches import TOKENS, launches_of
 from ..opening.random_weights import Shapes
 from ..ops.kernel_files import Program
-from ..ops.tiles import CODE, TRIED, Tiles, joined
+from ..ops.tiles import CODE, TRIED, Tiles, merged
 
 FEW_MODELS = 3  # whose texts with the tiles that are tried are compiled
 
@@ -91,7 +91,7 @@ def programs_of_variants(names: Sequence[str], target: str, dtype: mx.Dtype) -> 
     """
     one_text = (*TOKENS, 3), (), ()
     cases = (
-        (names[:FEW_MODELS], Tiles(joined(TRIED[target])), one_text),
+        (names[:FEW_MODELS], Tiles(merged(TRIED[target])), one_text),
         (names, CODE, one_text),
         (names, CODE, ((1,), SEQUENCES, CHECKED)),
     )

@@ -22,7 +22,7 @@ from moeflux_mlx.opening.launches import launches_of
 from moeflux_mlx.opening.random_weights import Shapes
 from moeflux_mlx.ops.kernel_files import Program
 from moeflux_mlx.ops.launch import KernelText
-from moeflux_mlx.ops.tiles import CODE, TRIED, Tiles, joined
+from moeflux_mlx.ops.tiles import CODE, TRIED, Tiles, merged
 from moeflux_mlx.tools import kernels
 from moeflux_mlx.tools.kernels import Built, programs_of_variants
 
@@ -102,7 +102,7 @@ def test_every_part_is_in_the_file_and_on_the_screen(tmp_path, capsys):
 def test_every_text_of_a_model_is_compiled_and_none_runs(viewed, tmp_path):
     text = report(tmp_path)
     shapes = Shapes.of_variant(VARIANT, mx.bfloat16)
-    choices = (CODE, Tiles(joined(TRIED["metal"])))
+    choices = (CODE, Tiles(merged(TRIED["metal"])))
     listed = {
         one.kernel.name for tiles in choices for step in launches_of(shapes, "metal", tiles) for one in step.programs
     }

@@ -23,7 +23,7 @@ from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.packing.located import Located
 from moeflux_mlx.packing.recipe import PARTS, RECIPES, Recipe, part_of, read_recipe
 from moeflux_mlx.packing.suggest import unfinished_error
-from moeflux_mlx.plan import described_variant
+from moeflux_mlx.plan import describe_variant
 from moeflux_mlx.plan import main as plan
 from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs
@@ -234,7 +234,7 @@ def test_a_plan_counts_what_a_conversion_stores(tmp_path, capsys, content):
     with on_cpu():
         convert(goldens.write_variant(tmp_path / "source", "qwen3_next", "hub"), tmp_path / "out", recipe=own)
     weights = open_weights(Located(tmp_path / "out"))
-    planned = described_variant(args, str(own), mx.bfloat16)
+    planned = describe_variant(args, str(own), mx.bfloat16)
     assert planned.resident == resident_bytes(weights.shapes, mx.bfloat16)
     assert planned.dense == token_bytes(args, weights.shapes, mx.bfloat16)
     assert planned.layout.total_bytes == weights.experts.layout.total_bytes
