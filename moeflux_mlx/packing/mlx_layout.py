@@ -15,11 +15,11 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ConfigError
+from ..families.file_forms import HeadStack, stacks_of_heads
 from ..families.names import is_aside
 from ..files import JsonDict, JsonObject
 from ..formats.checkpoint import Tensor
 from ..formats.record import Field
-from ..kinds.mixer import HeadStack
 from ..model.tensors import stored_as
 from ..ops.forms import DTYPES
 from ..quant import DEFAULT, GLOBAL_SCALE, Quant
@@ -157,7 +157,7 @@ def _as_published(args: ModelArgs, source: Source, name: _Names) -> Iterator[Sou
 def _split(args: ModelArgs, source: MatrixSource, path: str) -> list[MatrixSource]:
     """The stacks that take the place of a matrix of floats; none: it stays as it is."""
     layer, matrix = layer_of(source.pieces[0][0]), source.matrix
-    stacked = None if layer is None else args.mixers[layer].stacks_of_heads
+    stacked = None if layer is None else stacks_of_heads(args.mixers[layer])
     if stacked is None or not path.endswith(f".{stacked[0]}") or matrix.quant is not None:
         return []
     name, heads, stacks = stacked
