@@ -23,8 +23,6 @@ from .cli.terminal import mapped_memory_gb, peak_memory_gb
 from .errors import RequestError
 from .files import JsonDict
 from .opening.engine import Engine
-from .opening.locate import resolve
-from .opening.weights import open_weights
 from .planning.machine import machine_figures
 from .spec import ModelArgs
 
@@ -36,14 +34,12 @@ def run(options: argparse.Namespace) -> int:
     """Prints the table and the line; returns 0."""
     if options.max_tokens < 2 or options.rounds < 1 or min(options.prompt_tokens or LENGTHS) < 1:
         raise RequestError("--max-tokens must be at least 2, --rounds and --prompt-tokens at least 1")
-    model = local_model(options)
-    path = resolve(model, options.revision, tokenizer=options.tokenizer)
-    args = open_weights(path, without_correction_bias=options.without_correction_bias).args
-    options.prompt_tokens = fitting_lengths(options, args)
+    located = local_model(options)
+    options.prompt_tokens = fitting_lengths(options, located.args)
     room = max(options.parallel or [1]) - 1  # tokens that the first of several says before the last begins
     options.context = options.context or max(options.prompt_tokens) + options.max_tokens + room
     # random tokens say nothing about what later sessions use
-    engine = open_optional(options, model, warm_start="off")
+    engine = open_optional(options, located, warm_start="off")
     peer = None if options.against is None else mlx_lm_steps(engine)
     if options.parallel:
         check_numbers(options.parallel, engine)

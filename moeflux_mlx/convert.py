@@ -5,7 +5,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import fields, replace
 
 from .cli.run import Parser, execute  # first: where MLX is missing, it says so
 
@@ -24,8 +24,9 @@ from .formats.packed import FOLDER
 from .model.tensors import token_bytes
 from .opening.remote import is_remote
 from .opening.weights import open_weights
-from .packing.convert import LAYOUTS, PACKED, ConversionReport, convert
+from .packing.convert import LAYOUTS, PACKED, ConversionReport, ConvertSettings, convert, convert_with
 from .packing.ggml import TYPES
+from .packing.located import Located
 from .packing.recipe import RECIPES
 from .planning.awake import Awake
 from .planning.machine import default_dtype
@@ -83,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
             f"--rounding {options.rounding} does not go with --calibrate; --method says how codes are made"
         )
     if options.plan:
-        note(str(plan_calibrated(calibration=_calibration(options), **_given(options))))
+        note(str(plan_calibrated(_settings(options), _calibration(options))))
         return 0
     try:
         if quant_of(options.hf_path)[1] is not None and is_remote(options.hf_path):
@@ -113,16 +114,16 @@ def _convert(options: argparse.Namespace) -> ConversionReport:
             bar.set_description(name.removeprefix(f"{FOLDER}/"), refresh=False)
             bar.update(done - bar.n)
 
-        given = _given(options)
+        settings = replace(_settings(options), progress=show)
         if options.calibrate is None:
-            return convert(**given, rounding=options.rounding, progress=show)
-        calibration = _calibration(options)
-        return convert_calibrated(calibration=calibration, report=_told(), say=note, **given, progress=show)
+            return convert_with(settings)
+        return convert_calibrated(settings, _calibration(options), _told(), note)
 
 
-def _given(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of a conversion, calibrated or not."""
-    return {name: one for name, one in vars(options).items() if name not in ("yes", "rounding", *CALIBRATION)}
+def _settings(options: argparse.Namespace) -> ConvertSettings:
+    """The settings of a conversion, calibrated or not."""
+    names = {one.name for one in fields(ConvertSettings)}
+    return ConvertSettings(**{name: one for name, one in vars(options).items() if name in names})
 
 
 def _calibration(options: argparse.Namespace) -> Calibration:
@@ -199,7 +200,7 @@ def _print_report(report: ConversionReport, options: argparse.Namespace) -> None
     lines += _fallbacks(report)
     if report.left_out:
         lines.append(f"left out: {report.left_out} tensors of an image encoder or a draft head")
-    weights = open_weights(report.path)
+    weights = open_weights(Located(report.path))
     dense = token_bytes(weights.args, weights.shapes, default_dtype())
     lines.append(reading_line(weights.args, weights.experts.layout, dense))
     if report.lossy:

@@ -1,7 +1,6 @@
 """`python -m moeflux_mlx.doctor`: describes this machine, checks its values, and lists what it can run."""
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -10,30 +9,17 @@ from pathlib import Path
 from .cli.run import Parser, execute  # first: where MLX is missing, it says so
 
 # isort: split
-import mlx.core as mx
-
 from .cli import reporting, soak
-from .cli.diagnosis import (
-    disk_rate,
-    hub_folder,
-    machine_lines,
-    matrix_lines,
-    thread_lines,
-    value_lines,
-)
-from .cli.known_models import known_models, machine_of, table
+from .cli.diagnosis import Facts
 from .cli.opening import shapes_of
 from .cli.options import add_variant
-from .errors import MoefluxError, RequestError
-from .installation import install_command, reinstall_command
+from .errors import RequestError
 from .opening.launches import TOKENS, PartLaunches, launches_of
 from .ops import backend, native
 from .ops.stand_ins import standing_in
-from .planning.machine import default_dtype, machine_figures
 from .planning.wired import MODES as WIRED
 
 BACKENDS = {"cpu": "ops", "metal": "metal", "cuda": "cuda"}
-EXTRAS = {"server": ("starlette", "uvicorn"), "structured": ("llguidance",)}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -51,45 +37,10 @@ def run(options: argparse.Namespace) -> int:
     for name in ("model", "variant", "backend"):
         if getattr(options, name) is not None:
             raise RequestError(f"--{name} is for --launches; give both")
-    return print_screen(options) if options.report is None else reporting.run(options, {"pools": soak.compared})
-
-
-def print_screen(options: argparse.Namespace) -> int:
-    """Prints the screen; returns 1 if a value is wrong."""
-    figures, dtype = machine_figures(), default_dtype()
-    print("\n".join([*machine_lines(figures), *thread_lines(), *matrix_lines()]))
-    lines, is_right = value_lines(dtype)
-    print("\n".join(lines))
-    disk = None if options.no_disk else print_disk(options.directory or hub_folder())
-    here = machine_of(figures, disk)
-    print("\n".join(["", *table(here, known_models(here))]))
-    missing = missing_lines()
-    if missing:
-        print("\n".join(["", *missing]))
-    return 0 if is_right else 1
-
-
-def print_disk(folder: Path) -> float | None:
-    """Measures the disk below `folder` and says so; bytes per second, or None if it cannot be measured."""
-    try:
-        rate = disk_rate(folder)
-    except (MoefluxError, OSError) as error:
-        print(f"disk      not measured: {error}")
-        return None
-    print(f"disk      {rate / 1e9:.2f} GB/s reading whole experts past the page cache, at {folder}")
-    return rate
-
-
-def missing_lines() -> list[str]:
-    """What is not installed, and the command that installs it."""
-    lines = []
-    if not native.available() and mx.default_device() == mx.cpu:
-        lines.append(f"missing   native CPU kernels: install a C compiler, then {reinstall_command()}")
-    for extra, packages in EXTRAS.items():
-        absent = [name for name in packages if importlib.util.find_spec(name) is None]
-        if absent:
-            lines.append(f"missing   {' and '.join(absent)}: {install_command(extra)}")
-    return lines
+    facts, with_disk = Facts(options.directory), not options.no_disk
+    if options.report is None:
+        return reporting.print_screen(facts, with_disk)
+    return reporting.write_report(facts, with_disk, options.report, {"pools": soak.compared})
 
 
 def print_launches(options: argparse.Namespace) -> int:

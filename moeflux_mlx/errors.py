@@ -26,6 +26,9 @@ A message names the value, the limit and the remedy in one line, so a command ca
 A problem that does not stop the work is a `MoefluxWarning`.
 """
 
+import sys
+import traceback
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -52,6 +55,13 @@ class MoefluxError(Exception):
 
 class MoefluxWarning(RuntimeWarning):
     """Something is missing or has no effect; the message has the remedy."""
+
+
+def warn(message: str) -> None:
+    """Shows a `MoefluxWarning` at the line that has called this package."""
+    frames = enumerate(traceback.walk_stack(sys._getframe()), 1)
+    own = [level for level, (frame, _) in frames if frame.f_globals["__name__"].partition(".")[0] == __package__]
+    warnings.warn(message, MoefluxWarning, stacklevel=own[-1] + 1)
 
 
 class ConfigError(MoefluxError, ValueError):

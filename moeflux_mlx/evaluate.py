@@ -23,9 +23,9 @@ from .cli.run import Parser, execute
 from .cli.terminal import ProgressLine, note
 from .errors import NotPackedError
 from .files import JsonDict, read_text, user_path
-from .formats.packed import STATE
 from .opening.engine import Engine, open_with
-from .opening.locate import resolve
+from .opening.locate import locate
+from .packing.located import Located
 from .process import claim_process
 from .tools.evaluate import WINDOW, Losses, evaluate, perplexity
 from .tools.readers import LayerReader
@@ -60,37 +60,35 @@ def opened(
     options: argparse.Namespace, model: str | None, kv_bits: str, shards_in: Sequence[str] = ()
 ) -> Engine | LayerReader:
     """The model as the options want it read. A checkpoint that no engine can use in place is read layer by layer."""
-    folders = [user_path(folder) for folder in shards_in]
+    here = _directory(model, shards_in)
     if options.layer_by_layer:
-        return _by_layers(options, _directory(model, folders), folders)
+        return _by_layers(options, here or locate(model, shards_in=shards_in))
     try:
-        given = settings_of(options, model)
-        engine = open_with(
-            replace(given, kv_bits=kv_bits, shards_in=shards_in, context=options.window, warm_start="off")
-        )
+        given = replace(settings_of(options), path_or_hf_repo=model, kv_bits=kv_bits, shards_in=shards_in)
+        engine = open_with(replace(given, context=options.window, warm_start="off"))
     except NotPackedError:
-        if model is None or not user_path(model).is_dir() or (user_path(model) / STATE).exists():
+        if here is None or here.is_unfinished:
             raise
-        return _by_layers(options, user_path(model), folders)
+        return _by_layers(options, here)
     engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
     if model == options.model:
         note_idle_options(options, engine.experts.mode)
     return engine
 
 
-def _directory(model: str | None, shards_in: Sequence[Path]) -> Path:
-    """The directory of a model, whatever form its weights have."""
-    if model is not None and user_path(model).is_dir():
-        return user_path(model)
-    return resolve(model, shards_in=shards_in)
+def _directory(model: str | None, shards_in: Sequence[str]) -> Located | None:
+    """A directory that is given as a model, whatever form its weights have."""
+    if model is None or not user_path(model).is_dir():
+        return None
+    return Located(user_path(model), tuple(map(user_path, shards_in)))
 
 
-def _by_layers(options: argparse.Namespace, path: Path, shards_in: Sequence[Path]) -> LayerReader:
+def _by_layers(options: argparse.Namespace, located: Located) -> LayerReader:
     claim_process()
     idle = [name for name in OF_ENGINES if getattr(options, name) not in (None, NOT_GIVEN.get(name))]
     for name in idle:
-        note(f"note: {written(name)} has no effect where {path} is read layer by layer")
-    return LayerReader(path, shards_in, dtype_of(options), options.without_correction_bias)
+        note(f"note: {written(name)} has no effect where {located.path} is read layer by layer")
+    return LayerReader(located, dtype_of(options), options.without_correction_bias)
 
 
 def summary(measured: Losses) -> JsonDict:

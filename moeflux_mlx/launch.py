@@ -19,10 +19,7 @@ from .cli.serving import POOL_SHARE, add_sampling_defaults, check_installed, mod
 from .cli.terminal import note
 from .errors import RequestError
 from .opening.engine import Engine
-from .opening.locate import resolve
-from .spec import ModelArgs
 from .text.history import History
-from .text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from .server.companion import Companion
@@ -61,14 +58,13 @@ def load(options: argparse.Namespace, program: AgentProgram) -> Engine:
     Raises:
         RequestError: its texts are too short for the program, or it calls no tools, and the program needs them.
     """
-    model, name = local_model(options), model_name(options.model)
-    path = resolve(model, options.revision, tokenizer=options.tokenizer)
-    limit = ModelArgs.from_file(path).max_position_embeddings
+    located, name = local_model(options), model_name(options.model)
+    limit = located.args.max_position_embeddings
     if limit < program.least_context:
         raise RequestError(f"{name} takes {_too_short(limit, program)}; give another --model")
-    if program.needs_tools and History(load_tokenizer(path)).dialect is None:
+    if program.needs_tools and History(located.tokenizer).dialect is None:
         raise RequestError(f"{name} calls no tools, which {program.command} needs; give another --model")
-    return load_named(options, model)
+    return load_named(options, located)
 
 
 def command(

@@ -28,13 +28,12 @@ from .cli.rank_planning import LINK_GB_PER_S, LINK_US, Machines, machines_of, ra
 from .cli.terminal import note
 from .errors import RequestError
 from .experts.source import IoMode
-from .files import user_path
 from .formats.pieces import ExpertFiles
 from .formats.record import ExpertLayout
 from .formats.tables import NARROW, RowForm, TableFiles
 from .model.tensors import resident_bytes, token_bytes, variant_bytes
 from .opening.heads import choose_drafts
-from .opening.locate import resolve
+from .opening.locate import locate
 from .opening.remote import Remote, is_remote
 from .opening.weights import ModelWeights, open_weights, with_best_pool
 from .packing.recipe import Recipe, read_recipe
@@ -92,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     dtype = default_dtype() if own is None else own
     stated = stated_disk(options)
     expert_io = from_environment(options.expert_io)
-    model = described(options, dtype, expert_io, is_alone=machines is None)
+    model = describe(options, dtype, expert_io, is_alone=machines is None)
     args = keeping(model.args, options.kv_bits, own)
     demand = demanded(options, model, args, dtype, expert_io)
     layout, machine = model.layout, figures(options.ram_gb, options.memory_gb)
@@ -147,13 +146,13 @@ def stated_disk(options: argparse.Namespace) -> int | None:
     return stated
 
 
-def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str, is_alone: bool) -> Described:
+def describe(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str, is_alone: bool) -> Described:
     """The model of the options, with resident weights in `dtype`; its experts must allow the mode `expert_io`. One
     machine that `is_alone` needs all of them, and reads images.
     """
     with_images = is_alone and not options.no_vision
     if options.variant is not None:
-        return described_variant(ModelArgs.from_variant(options.variant), options.recipe, dtype)
+        return describe_variant(ModelArgs.from_variant(options.variant), options.recipe, dtype)
     if is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
         if options.measure_disk:
             raise RequestError(f"--measure-disk reads a model's files, and {options.model} is not here; leave it out")
@@ -162,8 +161,7 @@ def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str, is_a
         dense = token_bytes(args, shapes, dtype)
         resident = resident_bytes(shapes, dtype)
         return Described(args, layout, resident, dense, remote.recipe(), vision, remote.in_place, remote.disk)
-    folders = [user_path(folder) for folder in options.shards_in]
-    weights = open_weights(resolve(options.model, shards_in=folders), folders, options.without_correction_bias)
+    weights = open_weights(locate(options.model, shards_in=options.shards_in), options.without_correction_bias)
     weights.check_mode(expert_io)
     if is_alone:
         weights.check_held(None)
@@ -182,7 +180,7 @@ def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str, is_a
     )
 
 
-def described_variant(args: ModelArgs, recipe: str | None, dtype: mx.Dtype) -> Described:
+def describe_variant(args: ModelArgs, recipe: str | None, dtype: mx.Dtype) -> Described:
     """A known model as a conversion with this recipe would store it; None: in 4 bits."""
     chosen = None if recipe is None else Recipe.of(recipe)
     form_of = quants = None
@@ -196,7 +194,7 @@ def described_variant(args: ModelArgs, recipe: str | None, dtype: mx.Dtype) -> D
 
 def demanded(options: argparse.Namespace, model: Described, args: ModelArgs, dtype: mx.Dtype, expert_io: str) -> Demand:
     """What the options and the model demand of the memory. `args`: the model's, with the caches of the options."""
-    settings = replace(settings_of(options, options.model), expert_io=expert_io)
+    settings = replace(settings_of(options), expert_io=expert_io)
     demand = settings.demand(args, model.resident, dtype, in_place=model.in_place, vision=model.vision)
     return demand if model.weights is None else with_best_pool(demand, model.weights)
 

@@ -18,7 +18,6 @@ from .errors import RequestError
 from .files import that_ends, user_path
 from .installation import install_command
 from .opening.engine import Engine
-from .opening.locate import resolve
 
 if TYPE_CHECKING:
     from .server.listen import Listener
@@ -41,8 +40,8 @@ def run(options: argparse.Namespace) -> int:
     each = _each(options)
     loads = {model_name(one.model): partial(_load, one) for one in each}
     # A wrong name, or the question about a download, comes at the start.
-    paths = {model_name(one.model): resolve(local_model(one), tokenizer=one.tokenizer) for one in each if len(each) > 1}
-    return serve_with(Listener, options, read_key(options), loads, greet, paths, embedding)
+    located = {model_name(one.model): local_model(one) for one in each if len(each) > 1}
+    return serve_with(Listener, options, read_key(options), loads, greet, located, embedding)
 
 
 def _embedding(options: argparse.Namespace) -> Path | None:

@@ -201,11 +201,15 @@ class ModelArgs:
         return args
 
     @classmethod
-    def from_file(cls, path: str | Path) -> "ModelArgs":
-        """Reads `config.json` (and `generation_config.json`, when there is one) of a model directory."""
-        path = Path(path)
-        generation = path / "generation_config.json"
-        return cls.from_dict(read_json(path / "config.json"), read_json(generation) if generation.exists() else None)
+    def from_file(cls, path: str | Path, config: JsonObject | None = None) -> "ModelArgs":
+        """Reads `config.json` (and `generation_config.json`, when there is one) of a model directory.
+
+        Args:
+            config: replaces what `config.json` says.
+        """
+        generation = Path(path) / "generation_config.json"
+        read = read_json(Path(path) / "config.json") if config is None else config
+        return cls.from_dict(read, read_json(generation) if generation.exists() else None)
 
     @classmethod
     def from_variant(cls, name: str) -> "ModelArgs":

@@ -26,11 +26,11 @@ from .kept.warm_start import usage_file
 from .model.tensors import resident_bytes
 from .opening.engine import open_engine
 from .opening.load_settings import LoadSettings
-from .opening.locate import resolve
+from .opening.locate import locate
 from .opening.random_weights import Shapes
 from .opening.weights import open_weights
 from .ops import backend
-from .ops.tiles import TRIED, TileChanges, joined
+from .ops.tiles import TRIED, TileChanges, merged
 from .planning.budget import plan_memory
 from .planning.kv_bits import keeping
 from .planning.machine import default_dtype, machine_figures
@@ -90,7 +90,7 @@ def find_tiles(shapes: Shapes) -> None:
         kept += [changes] * is_kept
         verdict = f"{gain:.2f} times as fast" if gain else "wrong, or refused by the GPU"
         print(f"{spelled(changes)}: {verdict}{', kept' if is_kept else ''}", flush=True)
-    found = joined(kept)
+    found = merged(kept)
     keep(found)
     print(f"{len(found)} kernels have faster tiles on {gpu_name()}; see {tiles_file()}")
 
@@ -103,7 +103,7 @@ def spelled(changes: TileChanges) -> str:
 
 def find_pool(path: Path) -> None:
     """Runs the model with pools of several sizes, if it is streamed, and keeps the smallest of the fastest."""
-    weights = open_weights(resolve(path), without_correction_bias=True)
+    weights = open_weights(locate(path), without_correction_bias=True)
     args, layout, dtype = keeping(weights.args, "auto", None), weights.experts.layout, default_dtype()
     resident, in_place = resident_bytes(weights.shapes, dtype), not weights.can_be_mapped
     demand = LoadSettings(path).demand(args, resident, dtype, in_place=in_place, vision=weights.vision())

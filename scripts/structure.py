@@ -12,6 +12,7 @@ Code asks for the kind of an array in at most `KIND_PLACES` places besides `KIND
 A function, class, variable, method or attribute that no module of the package uses goes, also if tests or scripts use
 it, unless it belongs to `PUBLIC` or has a reason in `SEAMS`. A use is found by its name: in the module that defines it,
 an import, an attribute of anything, a string that is this name, or one in an annotation.
+A model's directory is looked at once: only the modules in `QUESTIONS` ask what lies there, others ask a `Located`.
 Only `LOOP` takes prompts and steps through a model: it alone calls a model's `advance` and `step`.
 Tests use public names: they reach for private ones of the package, which begin with one underscore, in at most
 `PRIVATE_PLACES` places. They replace names by `monkeypatch.setattr` in at most `PATCHES` places: an argument or a small
@@ -30,6 +31,13 @@ TESTS = PACKAGE.parent / "tests"
 MAY_NAME = ("mixers", "families")  # packages that may name a mixer
 MODULE_LINES, FUNCTION_LINES, PRIVATE_PLACES, KIND_PLACES, PATCHES = 400, 60, 60, 53, 565
 KIND, LOOP = PurePath("ops/backend.py"), PurePath("driving/loop.py")
+QUESTIONS = {  # about a model's directory, besides `packing/located.py`: the modules that ask for a reason of their own
+    "is_packed": ("formats/checkpoint.py", "packing/supply.py"),  # of what is converted
+    "read_config": ("formats/checkpoint.py", "packing/supply.py"),
+    "described_files": (),
+    "ModelArgs.from_file": ("packing/plan.py",),
+    "load_tokenizer": ("packing/gguf_folder.py", "calibration/convert.py"),
+}
 DRIVES = re.compile(r"(.*\.)?_?model\.(advance|step)")
 PRIVATE = re.compile(r"(?:.*\.)?(_[A-Za-z]\w*)")  # a name, perhaps with those of what it belongs to
 NAMES = re.compile(r"\w+(\[\w+\])?")
@@ -122,6 +130,14 @@ def drivers(module: PurePath, tree: ast.Module) -> Iterator[str]:
             yield f"{module}:{node.lineno} calls {ast.unparse(node.func)}"
 
 
+def askers(module: PurePath, tree: ast.Module) -> Iterator[str]:
+    """Calls that ask again what lies in a model's directory."""
+    for node in ast.walk(tree):
+        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if name in QUESTIONS and module.as_posix() not in ("packing/located.py", *QUESTIONS[name]):
+            yield f"{module}:{node.lineno} asks {name} of a directory that is located"
+
+
 def faults(package: Path, reasons: Iterable[str] = LONG) -> list[str]:
     """What is wrong with the package's shape."""
     found: list[str] = []
@@ -130,7 +146,7 @@ def faults(package: Path, reasons: Iterable[str] = LONG) -> list[str]:
         module, text = file.relative_to(package), file.read_text("utf-8")
         tree = ast.parse(text)
         found += lines_that_name(mixers, module, tree)
-        found += [*long_functions(module, tree), *unnamed_types(module, tree)]
+        found += [*long_functions(module, tree), *unnamed_types(module, tree), *askers(module, tree)]
         found += drivers(module, tree) if module != LOOP else ()
         lengths[module.as_posix()] = len(text.splitlines())
     return found + long_modules(lengths, reasons)

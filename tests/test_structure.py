@@ -64,6 +64,7 @@ def package(tmp_path):
         ("\n" * 400, 0),
         ("\n" * 401, 1),
         (UNNAMED, 4),
+        ("ModelArgs.from_file(path)\nfound = is_packed(path)\nlocated.is_packed, Tokenizer.from_file(path)\n", 2),
     ],
 )
 def test_plants_are_seen(package, text, count):

@@ -2,10 +2,9 @@
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -15,12 +14,12 @@ from ..files import read_text, user_path
 from ..formats.checkpoint import Checkpoint, open_checkpoint
 from ..formats.record import ExpertLayout
 from ..packing import convert as packing
-from ..packing.convert import ConversionReport
+from ..packing.convert import ConversionReport, ConvertSettings
 from ..packing.found_files import FoundFiles, checkpoint_digest
 from ..packing.layer_files import LayerFile
 from ..packing.plan import ConversionPlan, make_plan, read_args
 from ..packing.recipe import EXPERT_PARTS, Recipe
-from ..packing.wanted import Wanted
+from ..packing.wanted import Forms, Wanted
 from ..packing.writer import check_space
 from ..rounding.methods import FIT
 from ..spec import ModelArgs
@@ -33,10 +32,9 @@ from .rounding import CALIBRATED_METHODS, Calibrated, Rounder, RoundingRun
 from .texts import WINDOW, default_texts, windows
 from .weights import CheckpointWeights
 
-Option: TypeAlias = Any  # the value of a parameter of `packing.convert.convert`, which is passed on to it
 DEFAULT_TEXT = "default"
 MOST = 1e9  # bits of a weight, or gigabytes
-BASE = "balanced"  # the recipe of what a budget is not about
+BASE = "balanced"  # the recipe beside a budget, if none is given
 NamedReport = Callable[[float, str], object]  # called with the share that is done of what the name says
 
 
@@ -86,84 +84,70 @@ class Calibration:
 
 
 def convert_calibrated(
-    hf_path: str | Path,
-    mlx_path: str | Path,
+    settings: ConvertSettings,
     calibration: Calibration,
-    recipe: str | Path | Recipe | None = None,
     report: NamedReport = lambda share, name: None,
     say: Callable[[str], object] = lambda line: None,
-    **options: Option,
 ) -> ConversionReport:
     """Converts a checkpoint directory as `packing.convert.convert` does, with codes for the inputs that matrices have.
 
     The model runs over the text layer by layer, with one layer's weights in memory, and one or a few of its experts.
 
     Args:
-        hf_path: the checkpoint's directory.
-        mlx_path: the directory to write.
-        recipe: the forms of parts; with a budget, of all but the routed experts.
+        settings: of the conversion; with a budget, its recipe is of all but the routed experts.
         report: called with the progress of the runs.
         say: called with a line on what the calibration takes, before it begins.
-        options: of `packing.convert.convert`.
 
     Raises:
         ConfigError, ModelFileError: as `convert`. RequestError: the text cannot be read, or files cannot be written.
         TokenizerError: the checkpoint has none that can be used.
     """
-    if options.get("delete_source"):
+    if settings.delete_source:
         raise ConfigError("--calibrate reads the checkpoint several times; leave out --delete-source")
-    path = user_path(hf_path)
-    made, args = _begun(path, calibration, options, report)
+    made, args = _begun(settings, calibration, report)
     if calibration.has_budget:
-        recipe = made.within_budget(args, Recipe.of(BASE if recipe is None else recipe))
-    wanted = _wanted(recipe, options)
+        settings = replace(settings, recipe=made.within_budget(args, _base(settings)))
+    wanted = Wanted.of(settings)
     wanted.check(is_calibrated=True)
-    rounding = made.rounded(args, wanted, say, user_path(mlx_path))
+    rounding = made.rounded(args, wanted, say, user_path(settings.mlx_path))
     made.found.check()
-    done = packing.convert(path, mlx_path, recipe=recipe, rounding=rounding, **options)
+    done = packing.convert_with(replace(settings, rounding=rounding))
     shutil.rmtree(calibration.folder, ignore_errors=True)
     return done
 
 
-def plan_calibrated(
-    hf_path: str | Path, calibration: Calibration, recipe: str | Path | Recipe | None = None, **options: Option
-) -> Needs:
+def plan_calibrated(settings: ConvertSettings, calibration: Calibration) -> Needs:
     """What `convert_calibrated` with the same arguments will take. With a budget, whose recipe is not known yet, the
     size on the disk is that of the recipe that is given.
 
     Raises:
         ConfigError, ModelFileError, RequestError, TokenizerError: as `convert_calibrated`.
     """
-    made, args = _begun(user_path(hf_path), calibration, options)
+    made, args = _begun(settings, calibration)
     if calibration.has_budget:
-        made.budget(args, Recipe.of(BASE if recipe is None else recipe))
-    return made.planned(args, _wanted(recipe, options))[1]
+        made.budget(args, _base(settings))
+    return made.planned(args, Wanted.of(settings))[1]
+
+
+def _base(settings: ConvertSettings) -> Recipe:
+    """The recipe of what a budget is not about."""
+    return Recipe.of(BASE if settings.recipe is None else settings.recipe)
 
 
 def _begun(
-    path: Path,
-    calibration: Calibration,
-    options: Mapping[str, Option],
-    report: NamedReport = lambda share, name: None,
+    settings: ConvertSettings, calibration: Calibration, report: NamedReport = lambda share, name: None
 ) -> tuple["_Conversion", ModelArgs]:
     """Reads the texts and the headers of the checkpoint."""
     calibration.check()
+    path = user_path(settings.hf_path)
     if not path.is_dir():
         raise ConfigError(f"{path} is no directory; download the checkpoint first: calibration reads it several times")
     texts = read_texts(load_tokenizer(path), calibration)
     found = FoundFiles.of(open_checkpoint(path))
     checkpoint = open_checkpoint(path)
-    weights = CheckpointWeights(path, without_correction_bias=bool(options.get(WITHOUT_BIAS)))
-    return _Conversion(weights, checkpoint, found, texts, calibration, report), read_args(checkpoint)
-
-
-WITHOUT_BIAS = "without_correction_bias"
-_FORMS = ("q_bits", "q_group_size", "q_mode", "q_type", "expert_bits", "down_bits", "requantize", WITHOUT_BIAS)
-
-
-def _wanted(recipe: str | Path | Recipe | None, options: Mapping[str, Option]) -> Wanted:
-    """The forms that a conversion's options ask for."""
-    return Wanted.of(recipe=recipe, **{name: options[name] for name in _FORMS if name in options})
+    args = read_args(checkpoint)
+    weights = CheckpointWeights(checkpoint, args, settings.without_correction_bias)
+    return _Conversion(weights, checkpoint, found, texts, calibration, report), args
 
 
 def read_texts(tokenizer: TokenizerWrapper, calibration: Calibration) -> list[np.ndarray]:
@@ -249,7 +233,7 @@ class _Conversion:
         return budget
 
     def _like(self, recipe: Recipe) -> Wanted:
-        return Wanted.of(recipe=recipe, without_correction_bias=self.weights.without_correction_bias)
+        return Wanted.of(Forms(recipe=recipe, without_correction_bias=self.weights.without_correction_bias))
 
     def _size(self, args: ModelArgs, recipe: Recipe) -> int:
         return make_plan(self.checkpoint, args, self._like(recipe)).total_bytes

@@ -12,8 +12,9 @@ import mlx.core as mx
 from ..errors import ExpertIOError, ModelFileError, RequestError
 from ..files import replace_file
 from ..formats.checkpoint import Tensor
+from ..ops.forms import NAMES
 from ..packing.resident import TensorFile, array_bytes
-from ..packing.sources import DTYPES, WrittenTensor
+from ..packing.sources import WrittenTensor
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class HeldTensor:
 
     @property
     def written(self) -> tuple[WrittenTensor, ...]:
-        return (WrittenTensor(self.name, DTYPES[self.array.dtype], tuple(self.array.shape)),)
+        return (WrittenTensor(self.name, NAMES[self.array.dtype], tuple(self.array.shape)),)
 
     def arrays(self) -> Iterator[mx.array]:
         yield self.array

@@ -31,10 +31,11 @@ from ..model.tokens import Tokens, check_vocabulary
 from ..model.weights import fill
 from ..ops import backend, native
 from ..ops.backend import AnyArray
+from ..ops.forms import NAMES
 from ..ops.limits import within_limits
 from ..ops.observe import observing
 from ..ops.seen import HANDED, Chosen
-from ..packing.sources import DTYPES, WrittenTensor
+from ..packing.sources import WrittenTensor
 from .experts import OneByOne
 from .files import read_tensors, write_json, write_rows, write_tensors, writing
 from .seen import SeenLayer
@@ -163,7 +164,7 @@ class LayerRun:
     def _form(self, layer: int) -> dict[str, WrittenTensor]:
         """The tensors of `_file`."""
         width = self.args.hidden_size * streams_before(self.args.connections, layer)
-        kind = DTYPES[self.dtype]
+        kind = NAMES[self.dtype]
         shapes = {f"text.{i}": (1, len(text), width) for i, text in enumerate(self.texts)}
         return {name: WrittenTensor(name, kind, shape) for name, shape in shapes.items()}
 

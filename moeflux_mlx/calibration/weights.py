@@ -2,17 +2,16 @@
 form, or of a packed model. Opening reads headers only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import NotPackedError
-from ..formats.checkpoint import check_folders, open_checkpoint, read_bytes
-from ..formats.packed import FOLDER, LAYOUT, PackedExperts, StripedExperts, open_packed
+from ..formats.checkpoint import Checkpoint, check_folders, open_checkpoint, read_bytes
+from ..formats.packed import PackedExperts, StripedExperts, open_packed
 from ..formats.record import BIAS, ExpertLayout
 from ..formats.tables import TableFiles, open_tables
 from ..kinds import Activation
@@ -25,11 +24,10 @@ from ..ops.linear import linear
 from ..ops.matrix import Part
 from ..ops.records import Records
 from ..packing.layer_files import LayerFile
+from ..packing.located import Located
 from ..packing.plan import ConversionPlan, make_plan, read_args
-from ..packing.resident import ResidentFile
-from ..packing.sources import Source
-from ..packing.wanted import Wanted
-from ..quant import of_packed
+from ..packing.sources import Source, read_all
+from ..packing.wanted import Forms, Wanted
 from ..spec import ModelArgs
 
 
@@ -95,20 +93,20 @@ class LayerWeights(Protocol):
         ...
 
 
-def open_layers(path: Path, shards_in: Sequence[Path] = (), without_correction_bias: bool = False) -> LayerWeights:
+def open_layers(located: Located, without_correction_bias: bool = False) -> LayerWeights:
     """The weights of a packed model, or of a checkpoint in any form that `convert` reads.
 
     Args:
-        shards_in: other directories in which a checkpoint's safetensors files may lie.
         without_correction_bias: as for `load`.
 
     Raises:
         ConfigError, ModelFileError: a file is missing or wrong, or uses a feature that is not implemented.
     """
-    if not (path / FOLDER / LAYOUT).exists():
-        return CheckpointWeights(path, shards_in, without_correction_bias)
-    check_folders(shards_in)  # which a packed model does not read
-    return PackedWeights(path)
+    if not located.is_packed:
+        checkpoint = open_checkpoint(located.path, located.shards_in)
+        return CheckpointWeights(checkpoint, read_args(checkpoint), without_correction_bias)
+    check_folders(located.shards_in)  # which a packed model does not read
+    return PackedWeights(located)
 
 
 class PlannedWeights:
@@ -119,8 +117,7 @@ class PlannedWeights:
     """
 
     def __init__(self, args: ModelArgs, plan: ConversionPlan):
-        self.args: ModelArgs = replace(args, quantization=of_packed({"quantization": plan.quantization}))
-        self._sources = [source for unit in plan.units if isinstance(unit, ResidentFile) for source in unit.sources]
+        self.args, self._sources = plan.stored(args), plan.sources
         self.units = {unit.layer: unit for unit in plan.units if isinstance(unit, LayerFile)}
         self.names = frozenset(one.name for source in self._sources for one in source.written)
         self.layout, self.tables = plan.layout, {table.layer: table.in_place() for table in plan.tables}
@@ -134,22 +131,20 @@ class PlannedWeights:
         return sum(one.nbytes for source in self.sources(path) for one in source.written)
 
     def resident(self, path: str) -> dict[str, mx.array]:
-        tensors: dict[str, mx.array] = {}
-        for source in self.sources(path):
-            tensors.update(zip((one.name for one in source.written), source.arrays(), strict=True))
-        return tensors
+        return read_all(self.sources(path))
 
 
 class CheckpointWeights(PlannedWeights):
     """`LayerWeights` of a checkpoint; floats stay as they are stored."""
 
-    def __init__(self, path: Path, shards_in: Sequence[Path] = (), without_correction_bias: bool = False):
-        checkpoint = open_checkpoint(path, shards_in)
+    def __init__(self, checkpoint: Checkpoint, args: ModelArgs, without_correction_bias: bool = False):
+        """`args`: the checkpoint's."""
         if checkpoint.packed is not None:
-            raise NotPackedError(f"{path} holds another tool's packed experts; convert it first, and give the result")
-        args = read_args(checkpoint)
+            raise NotPackedError(
+                f"{checkpoint.packed} holds another tool's packed experts; convert it first, and give the result"
+            )
         self.without_correction_bias = without_correction_bias
-        wanted = Wanted.of(requantize=True, without_correction_bias=without_correction_bias)
+        wanted = Wanted.of(Forms(requantize=True, without_correction_bias=without_correction_bias))
         super().__init__(args, make_plan(checkpoint, args, replace(wanted, keeps_floats=True)))
 
     def expert(self, layer: int, expert: int, dtype: mx.Dtype) -> FloatExpert:
@@ -173,8 +168,9 @@ class RoundedWeights(PlannedWeights):
 class PackedWeights:
     """`LayerWeights` of a packed model; experts are dequantised."""
 
-    def __init__(self, path: Path):
-        self._path, self.args = path, ModelArgs.from_file(path)
+    def __init__(self, located: Located):
+        path = self._path = located.path
+        self.args = located.args
         self._files: PackedExperts | StripedExperts = open_packed(path, self.args)
         if isinstance(self._files, PackedExperts) and self._files.share is not None:
             raise NotPackedError(f"{path} holds only {self._files.share}; give a directory with all experts")

@@ -1,33 +1,151 @@
-"""What several commands say of this machine: what it is, whether its values are right, and how fast its disk is.
+"""The facts about this machine, in one table: what it is, whether its values are right, how fast its disk is, which
+models suit it, whether their kernels compile, and how the demo model runs. Others print them.
 
-Reads and writes one temporary file to measure the disk; loads no model.
+Reads and writes one temporary file to measure the disk; loads no model but the demo.
 """
 
+import argparse
+import importlib.util
 import os
 import platform
+import re
 import shutil
 import tempfile
+import textwrap
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 
-from ..errors import ModelFileError
+from ..errors import ModelFileError, MoefluxError
 from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout, Record
-from ..ops import backend
+from ..installation import install_command, reinstall_command
+from ..opening.engine import Engine, open_engine
+from ..ops import backend, native
 from ..ops.chips import M5_GENERATION, generation_of
 from ..ops.launch import MOST_THREADS
-from ..planning.machine import Figures, in_gb
+from ..planning.machine import Figures, default_dtype, in_gb, machine_figures, used_memory
 from ..planning.settings import chip, physical_ram_bytes
 from ..tools.checkup import ASKED, check_operations, runs_on, thread_limits
+from ..tools.demo_check import BOUND, NATS, story_rows
+from ..tools.kernels import Built, compiled_in_time, programs_of_variants
+from .benchmarking import OURS, measured, own_steps
+from .benchmarking import table as table_of_speed
+from .known_models import Fit, Machine, known_models, machine_of
+from .known_models import table as table_of_models
 from .planning import measure_disk
+from .terminal import note
 
 PACKAGES = ("moeflux-mlx", "mlx", "numpy", "huggingface_hub", "mlx-lm")
+EXTRAS = {"server": ("starlette", "uvicorn"), "structured": ("llguidance",)}
+DEVICE = ("architecture", "memory_size", "max_recommended_working_set_size", "max_buffer_length", "resource_limit")
+VIRTUAL = "Paravirtual"  # in the GPU's name on a virtual Mac
 MEASURED_FILE = 512 << 20
 EXPERT = Record.make(2048, 512)  # reads of Qwen3.6-35B-A3B's size
 RESIDENT_MACOS = 15
 M5_MACOS, NAX = (26, 2), b"gather_qmm_rhs_nax"
+BUDGET, CI_BUDGET = 120.0, 300.0  # seconds for compiling kernels; macOS keeps them, so a second report takes less
+POOL = 2 << 20  # bytes: half of the demo model's experts
+PROMPT, ANSWER, ROUNDS = 512, 64, 3  # tokens of the demo model's prompt and answer; rounds of which the median counts
+KERNEL = re.compile(r"moeflux_(\w+)_\d+_[0-9a-f]{16}")
+WIDTH = 100  # columns
+FAULT_LINES = 8  # of what a compiler says
+
+Finding = tuple[list[str], bool]  # lines, and whether everything is right
+
+
+class Facts:
+    """What can be found about this machine. `folder`: where the disk is measured; None: the Hugging Face cache.
+
+    Attributes:
+        folder: as given, or found.
+        left_out: kernels that were not compiled, for lack of time.
+    """
+
+    def __init__(self, folder: Path | None = None):
+        self.folder, self.left_out = (folder or hub_folder()).absolute(), 0
+        self._rate: float | None = None
+
+    def table(self, with_disk: bool, whole: bool) -> dict[str, Callable[[], Finding]]:
+        """What finds each fact, by title; with `whole` also those that take minutes."""
+        return {
+            "machine": self.machine,
+            "threads and matrix units": lambda: ([*thread_lines(), *matrix_lines()], True),
+            "values": lambda: value_lines(default_dtype()),
+            **({"disk": self.disk} if with_disk else {}),
+            "memory": self.memory,
+            "known models": lambda: (table_of_models(self.here, self.models), True),
+            **({"kernels": self.kernels, "demo model": self.demo} if whole else {}),
+        }
+
+    @cached_property
+    def here(self) -> Machine:
+        """This machine, with the disk's rate if it was measured."""
+        return machine_of(machine_figures(), self._rate)
+
+    @cached_property
+    def models(self) -> list[Fit]:
+        """The known models, those that fit first."""
+        return known_models(self.here)
+
+    def machine(self) -> Finding:
+        return [*machine_lines(machine_figures()), *device_lines(), *missing_lines()], True
+
+    def memory(self) -> Finding:
+        rate, used = in_gb(self.here.products, 1), in_gb(used_memory())
+        return [f"products  {rate}/s of 4-bit weights with one row; {used} of memory in use here"], True
+
+    def disk(self) -> Finding:
+        """Measures the disk; no room for the file is no fault of the machine."""
+        try:
+            self._rate = disk_rate(self.folder)
+        except (MoefluxError, OSError) as error:
+            return [f"disk      not measured: {error}"], True
+        return [
+            f"disk      {self._rate / 1e9:.2f} GB/s reading whole experts past the page cache, at {self.folder}"
+        ], True
+
+    def kernels(self) -> Finding:
+        """Compiles the kernels of the known models, those that fit first, until the time is over."""
+        if not backend.has_kernels():
+            return ["none to compile: no GPU computes here"], True
+        budget = CI_BUDGET if os.environ.get("CI") else BUDGET
+        programs = programs_of_variants([fit.name for fit in self.models], backend.name(), default_dtype())
+        done = list[Built]()
+        with closing(compiled_in_time(programs, backend.name(), budget)) as compiled:
+            for one in compiled:
+                done.append(one)
+                if len(done) % 100 == 0:
+                    note(f"{len(done)} of {len(programs)} kernels compiled")
+        self.left_out = len(programs) - len(done)
+        return kernel_lines(done, len(programs), len(self.models), budget), not any(one.fault for one in done)
+
+    def demo(self) -> Finding:
+        """Runs the demo model with all experts in memory and streamed: a known story, a prompt and an answer. No trial
+        of launches that keep the GPU warm disturbs the times.
+        """
+        lines, is_right, rows = list[str](), True, list[np.ndarray]()
+        for title, io, pool in (("in memory", "mmap", None), ("half of the experts streamed", "pread", POOL)):
+            trial = {"keep_warm": "off"}
+            engine = open_engine(None, expert_io=io, expert_cache_bytes=pool, warm_start="off", set=trial)
+            try:
+                made, nats = story_rows(engine)
+                rows.append(made)
+                is_near = abs(nats - NATS) <= BOUND
+                is_right &= is_near
+                verdict = "right" if is_near else "WRONG"
+                lines.append(f"{title}: a known story has {nats:.3f} nats a token, {verdict} ({NATS} expected)")
+                lines += speed_of(engine)
+            finally:
+                engine.experts.close()
+        is_same = np.array_equal(rows[0], rows[1])
+        lines.append(f"streaming gives {'the same bits' if is_same else 'OTHER BITS'}")
+        return lines, is_right and is_same
 
 
 def machine_lines(figures: Figures) -> list[str]:
@@ -58,6 +176,29 @@ def system_lines(macos: str) -> list[str]:
         f"note      macOS {macos}: MLX keeps memory resident for the GPU from macOS {RESIDENT_MACOS} on; before it, "
         "streamed experts are slow"
     ]
+
+
+def device_lines() -> list[str]:
+    """Lines on the limits of the GPU, without what identifies the machine."""
+    if not backend.has_kernels():
+        return []
+    known = mx.device_info()
+    lines = ["device    " + ", ".join(f"{name} {known[name]}" for name in DEVICE if name in known)]
+    if VIRTUAL in str(known["device_name"]):
+        lines.append("note      this GPU is virtual: values count, and times say nothing of a Mac")
+    return lines
+
+
+def missing_lines() -> list[str]:
+    """What is not installed, and the command that installs it."""
+    lines = []
+    if not native.available() and mx.default_device() == mx.cpu:
+        lines.append(f"missing   native CPU kernels: install a C compiler, then {reinstall_command()}")
+    for extra, packages in EXTRAS.items():
+        absent = [name for name in packages if importlib.util.find_spec(name) is None]
+        if absent:
+            lines.append(f"missing   {' and '.join(absent)}: {install_command(extra)}")
+    return lines
 
 
 def thread_lines() -> list[str]:
@@ -135,6 +276,43 @@ def hub_folder() -> Path:
 
     folder = Path(constants.HF_HUB_CACHE)
     return next(place for place in (folder, *folder.parents) if place.is_dir())
+
+
+def speed_of(engine: Engine) -> list[str]:
+    """A table of the speed of a prompt of `PROMPT` tokens and an answer after it."""
+    sizes = argparse.Namespace(prompt_tokens=[PROMPT], max_tokens=ANSWER, rounds=ROUNDS)
+    return table_of_speed(measured(sizes, engine, {OURS: own_steps(engine)})[OURS], None)
+
+
+def kernel_lines(done: Sequence[Built], count: int, models: int, budget: float) -> list[str]:
+    """Lines on compiled kernels: the sum, each text's time and threads by kernel, and the faults.
+
+    Args:
+        done: those that were compiled.
+        count: of all texts of `models` models.
+        budget: seconds after which the others were left out.
+    """
+    seconds = [one.seconds for one in done]
+    faults = [one for one in done if one.fault]
+    total = f"{len(done)} of {count} texts of {models} models, {sum(seconds):.1f} s of compiling"
+    lines = [f"{total}, the slowest in {max(seconds, default=0):.2f} s; {len(faults)} failed"]
+    if len(done) < count:
+        lines.append(f"{count - len(done)} were left out, because {budget:.0f} s were over")
+    lines.append("milliseconds of each text, and after a slash the threads that it allows in a threadgroup:")
+    by_kernel: dict[str, list[str]] = {}
+    for one in done:
+        name = KERNEL.sub(r"\1", one.name)
+        threads = "" if one.allowed is None else f"/{one.allowed}"
+        by_kernel.setdefault(name, []).append("failed" if one.fault else f"{1e3 * one.seconds:.0f}{threads}")
+    for name in sorted(by_kernel):
+        text = f"{name}: {' '.join(by_kernel[name])}"
+        lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return lines + [f"FAILED {one.name}: {first_lines(one.fault)}" for one in faults]
+
+
+def first_lines(text: str) -> str:
+    """The first lines of a message, each but the first indented."""
+    return "\n    ".join(line.strip() for line in text.strip().splitlines()[:FAULT_LINES])
 
 
 def _version(package: str) -> str | None:

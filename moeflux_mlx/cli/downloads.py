@@ -5,13 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import MoefluxError, RequestError, did_you_mean
-from ..files import read_json
 from ..formats.gguf_file import SUFFIX, models_in, open_gguf
 from ..formats.hub import cache_folder
-from ..formats.packed import FOLDER, LAYOUT
 from ..opening.weights import open_weights
-from ..packing.in_place import states_mlx
-from ..spec import ModelArgs
+from ..packing.located import Located
 from .terminal import agree, note
 
 if TYPE_CHECKING:
@@ -61,8 +58,8 @@ def _runs(folder: Path) -> bool:
     if next(folder.rglob(f"*{SUFFIX}"), None):
         return True
     try:
-        ModelArgs.from_file(folder)
-        return (folder / FOLDER / LAYOUT).exists() or states_mlx(read_json(folder / "config.json"))
+        located = Located(folder)
+        return located.states_mlx or located.is_packed
     except MoefluxError:
         return False
 
@@ -74,7 +71,7 @@ def _is_whole(folder: Path) -> bool:
         for files in ggufs.values():
             open_gguf(Path(files[0]))
         if not ggufs:
-            open_weights(folder, without_correction_bias=True)
+            open_weights(Located(folder), without_correction_bias=True)
     except MoefluxError:
         return False
     return True

@@ -9,7 +9,9 @@ from ..errors import ModelFileError, RequestError
 from ..files import user_path
 from ..formats.hub import Repository, cached_snapshot
 from ..model.tensors import resident_bytes
+from ..opening.load_settings import LoadSettings
 from ..opening.remote import Remote, is_remote
+from ..packing.located import Located
 from ..planning.budget import plan_memory
 from ..planning.expert_io import from_environment
 from ..planning.kv_bits import keeping
@@ -22,16 +24,18 @@ ASKED_FROM = 20_000_000_000  # bytes of a download
 EMBEDDING_FILES = ["*.json", "*.safetensors"]  # in folders too
 
 
-def local_model(options: argparse.Namespace) -> str | Path | None:
-    """The model of the options; a repository with missing files is downloaded first, and the result is its directory.
+def local_model(options: argparse.Namespace) -> Located:
+    """Where the model of the options is; a repository with missing files is downloaded first.
 
     Raises:
         ModelFileError: the model cannot be downloaded, or the disk is too small. RequestError: it does not fit in
             memory, or a large download was not confirmed.
     """
+    settings = settings_of(options)
     if not is_remote(options.model):
-        return options.model
-    return downloaded(options.model, options.revision, options.yes, lambda remote: _memory_lines(remote, options))
+        return settings.locate()
+    path = downloaded(options.model, options.revision, options.yes, lambda remote: _memory_lines(remote, settings))
+    return replace(settings, path_or_hf_repo=path).locate()
 
 
 def pull(options: argparse.Namespace) -> int:
@@ -84,13 +88,13 @@ def embedding_model(name: str, yes: bool) -> Path:
     return repository.snapshot(EMBEDDING_FILES, shown=missing > 0)
 
 
-def _memory_lines(remote: Remote, options: argparse.Namespace) -> list[str]:
+def _memory_lines(remote: Remote, settings: LoadSettings) -> list[str]:
     """The lines that `plan` prints about memory.
 
     Raises:
         RequestError: it does not fit.
     """
-    settings = replace(settings_of(options, None), expert_io=from_environment(options.expert_io))
+    settings = replace(settings, expert_io=from_environment(settings.expert_io))
     dtype = settings.dtype or default_dtype()
     args, layout, shapes = remote.figures(settings.without_correction_bias)
     args = keeping(args, settings.kv_bits, settings.dtype)

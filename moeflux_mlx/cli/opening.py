@@ -11,11 +11,12 @@ from ..errors import RequestError
 from ..experts.resident import ReadProgress
 from ..experts.source import IoMode
 from ..opening.engine import Engine, open_with
-from ..opening.locate import resolve
+from ..opening.locate import locate
 from ..opening.random_weights import Shapes
 from ..opening.remote import Remote, is_remote
 from ..opening.weights import open_weights
 from ..ops.backend import computes_natively, has_kernels, name
+from ..packing.located import Located
 from ..planning.machine import default_dtype
 from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
 from .options import NOT_GIVEN, dtype_of, file_to_write, settings_of, written
@@ -36,13 +37,13 @@ class OtherSettings(TypedDict, total=False):
     warm_start: str
 
 
-def load_named(options: argparse.Namespace, model: str | Path | None, greeting: str | None = None) -> Engine:
-    """Loads the model of the options, whose directory is `model`, with its tokenizer. `greeting`: prints what is
-    loaded, and how experts are read only if the user chose it or asked for it.
+def load_named(options: argparse.Namespace, located: Located, greeting: str | None = None) -> Engine:
+    """Loads the model of the options with its tokenizer. `greeting`: prints what is loaded, and how experts are read
+    only if the user chose it or asked for it.
     """
     start = time.perf_counter()
     with ProgressLine("loading", of_bytes=True) as progress:
-        engine = open_optional(options, model, progress=progress.update)
+        engine = open_optional(options, located, progress=progress.update)
         engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
     if greeting is not None:
         note(greeting)
@@ -63,12 +64,12 @@ def load_named(options: argparse.Namespace, model: str | Path | None, greeting: 
     return engine
 
 
-def open_optional(options: argparse.Namespace, model: str | Path | None, **others: "Unpack[OtherSettings]") -> Engine:
-    """`model`, as the options of `add_model_options` say, but for `others` of its `LoadSettings`.
+def open_optional(options: argparse.Namespace, located: Located, **others: "Unpack[OtherSettings]") -> Engine:
+    """The model, as the options of `add_model_options` say, but for `others` of its `LoadSettings`.
 
     On rank 0 of several, the others follow it.
     """
-    engine = open_with(replace(settings_of(options, model), **others))
+    engine = open_with(replace(settings_of(options), **others), located)
     lead: Callable[[Engine], Engine] | None = getattr(options, "lead", None)
     return engine if lead is None else lead(engine)
 
@@ -144,5 +145,5 @@ def shapes_of(options: argparse.Namespace) -> Shapes:
     if is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
         args, layout, tensors = remote.figures(without_correction_bias=True)
         return Shapes.of(args, layout, tensors, dtype)
-    weights = open_weights(resolve(options.model), without_correction_bias=True)
+    weights = open_weights(locate(options.model), without_correction_bias=True)
     return Shapes.of(weights.args, weights.experts.layout, weights.shapes, dtype)

@@ -46,8 +46,8 @@ def dtype_of(options: argparse.Namespace) -> mx.Dtype | None:
     return getattr(mx, options.dtype) if options.dtype else None
 
 
-def settings_of(options: argparse.Namespace, model: str | Path | None) -> LoadSettings:
-    """The settings of `model` that the options of a command name; others keep their defaults.
+def settings_of(options: argparse.Namespace) -> LoadSettings:
+    """The settings of the model that the options of a command name; others keep their defaults.
 
     Raises:
         RequestError: a value is not possible.
@@ -55,7 +55,7 @@ def settings_of(options: argparse.Namespace, model: str | Path | None) -> LoadSe
     names = {one.name for one in fields(LoadSettings)} - {"dtype", "vision", "set"}
     trials = {name: value for name, value in vars(options).items() if name in TRIALS}
     return LoadSettings(
-        model,
+        options.model,
         dtype=dtype_of(options),
         vision=not getattr(options, "no_vision", False),
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),

@@ -45,7 +45,7 @@ def together(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
     """`run` on rank 0, or where this process is alone; the other ranks follow."""
 
     def call(options: argparse.Namespace) -> int:
-        ranks = joined(options)
+        ranks = join_ranks(options)
         if ranks is None:
             return run(options)
         options.ranks = ranks
@@ -58,7 +58,7 @@ def together(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
     return call
 
 
-def joined(options: argparse.Namespace) -> Ranks | None:
+def join_ranks(options: argparse.Namespace) -> Ranks | None:
     """The ranks that the environment arranges; None: this process is alone.
 
     Raises:

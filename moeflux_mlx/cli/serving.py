@@ -19,9 +19,9 @@ from ..files import read_json
 from ..installation import install_command
 from ..model.step import MAX_ROWS
 from ..opening.engine import Engine
+from ..packing.located import Located
 from ..planning.parallel import cache_room
 from ..spec import ModelArgs
-from ..text.tokenizer import load_tokenizer
 from ..vision.vision import open_reader
 from .opening import check_store, open_store
 from .options import parse_template_config
@@ -59,7 +59,7 @@ def serve_with(
     key: str | None,
     loads: Mapping[str, Callable[[], Engine]],
     ready: "Callable[[L, Engine, str], None]",
-    paths: Mapping[str, Path] = MappingProxyType({}),
+    located: Mapping[str, Located] = MappingProxyType({}),
     embedding: Path | None = None,
 ) -> int:
     """Serves as the options say; returns the exit code.
@@ -69,7 +69,7 @@ def serve_with(
         key: the key that requests must have.
         loads: the name of each model, and a function that loads it, called in the thread that runs it.
         ready: called once a model is loaded, with the server's address.
-        paths: directories of models whose requests are prepared and counted before they are loaded, by name.
+        located: models whose requests are prepared and counted before they are loaded, by name.
         embedding: the directory of the model for embeddings, if there is one.
     """
     from ..server.app import make_app
@@ -102,8 +102,7 @@ def serve_with(
 
     made = partial(sessions_of, options), partial(admission_of, options), partial(defaults_of, options, variables)
     files = {
-        name: (partial(preparer_of, options, variables, path), context_of(options, path))
-        for name, path in paths.items()
+        name: (partial(preparer_of, options, variables, one), context_of(options, one)) for name, one in located.items()
     }
     choices = [ModelChoice(name, load, *made, *files.get(name, ())) for name, load in loads.items()]
     idle = None if options.idle_minutes is None else 60 * options.idle_minutes
@@ -193,10 +192,10 @@ def model_name(model: str | None) -> str:
     return path.resolve().name if path.exists() else model
 
 
-def context_of(options: argparse.Namespace, path: Path) -> int | None:
-    """The longest context of the model in `path` with these options; None if its configuration cannot be used."""
+def context_of(options: argparse.Namespace, located: Located) -> int | None:
+    """The longest context of the model with these options; None if its configuration cannot be used."""
     with suppress(MoefluxError):  # which is said when it is loaded
-        return _longest(options, ModelArgs.from_file(path))
+        return _longest(options, located.args)
     return None
 
 
@@ -204,17 +203,18 @@ def _longest(options: argparse.Namespace, args: ModelArgs) -> int:
     return min(args.max_position_embeddings, options.context or sys.maxsize)
 
 
-def preparer_of(options: argparse.Namespace, variables: dict[str, object], path: Path) -> "Preparer":
-    """What prepares requests for the model in `path`, without its weights.
+def preparer_of(options: argparse.Namespace, variables: dict[str, object], located: Located) -> "Preparer":
+    """What prepares requests for the model, without its weights.
 
     Raises:
         MoefluxError: its files cannot be used.
     """
     from ..server.prepare import Preparer
 
-    args, defaults = ModelArgs.from_file(path), defaults_of(options, variables, path)
-    vision = open_reader(path, args, wanted=not options.no_vision, rows=options.image_tokens)
-    return Preparer(load_tokenizer(path), args.vocab_size, _longest(options, args), defaults, vision, path)
+    args, path = located.args, located.path
+    defaults = defaults_of(options, variables, path)
+    vision = open_reader(located, not options.no_vision, options.image_tokens)
+    return Preparer(located.tokenizer, args.vocab_size, _longest(options, args), defaults, vision, path)
 
 
 def defaults_of(options: argparse.Namespace, variables: dict[str, object], path: Path) -> "Defaults":

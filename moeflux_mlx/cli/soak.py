@@ -29,9 +29,9 @@ from ..ops import backend
 from ..planning.awake import Awake
 from ..planning.machine import in_gb, machine_figures, used_memory
 from ..version import described
-from .diagnosis import machine_lines
+from .diagnosis import Finding, first_lines, machine_lines
 from .options import file_to_write
-from .reporting import Finding, first_lines, save, without_names
+from .reporting import save, without_names
 from .terminal import note
 
 FILE = "moeflux-soak.txt"

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import ModelFileError
 from ..files import JsonDict, read_json
-from .packed import FOLDER, LAYOUT
+from .packed import FOLDER, is_packed
 
 INDEX = "model.safetensors.index.json"
 QUANT_CONFIG = "hf_quant_config.json"  # a file of NVIDIA's Model Optimizer
@@ -129,7 +129,7 @@ def open_checkpoint(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
     """
     if not path.is_dir():
         raise ModelFileError(f"{path} is not a directory; give a checkpoint directory or a repo id org/name")
-    if (path / FOLDER / LAYOUT).exists() and any(path.glob("resident*.safetensors")):
+    if is_packed(path) and any(path.glob("resident*.safetensors")):
         raise ModelFileError(f"{path} is already packed; there is nothing to convert")
     if _find(path, "model_weights.json", "artifacts") or _find(path, "model_weights.bin", "artifacts"):
         return _open_moeflux(path)

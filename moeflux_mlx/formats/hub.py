@@ -6,13 +6,12 @@ import hashlib
 import logging
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelFileError, MoefluxError, MoefluxWarning
+from ..errors import ModelFileError, MoefluxError, warn
 from .checkpoint import head_length
 
 READ_BYTES = 1 << 22
@@ -68,11 +67,7 @@ class _Retries(logging.Filter):
             return True
         if not self.warned:
             self.warned = True
-            warnings.warn(
-                f"the Hugging Face Hub does not answer, trying again: {text.splitlines()[0]}",
-                MoefluxWarning,
-                stacklevel=2,
-            )
+            warn(f"the Hugging Face Hub does not answer, trying again: {text.splitlines()[0]}")
         return False
 
 

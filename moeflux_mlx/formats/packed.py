@@ -16,8 +16,14 @@ from .pieces import FilePiece
 from .record import ExpertLayout
 
 FOLDER = "packed_experts"
-LAYOUT = "layout.json"  # the file name in it; a directory that has it is a finished model
+LAYOUT = "layout.json"  # the file name in it
+FINISHED = f"{FOLDER}/{LAYOUT}"  # a directory that has it is a finished model
 STATE = "convert_state.json"  # the state file of an unfinished conversion
+
+
+def is_packed(path: Path) -> bool:
+    """Whether a directory holds a packed model, whose last file is written."""
+    return (path / FINISHED).exists()
 
 
 class PackedExperts:

@@ -9,14 +9,13 @@ others they are not used. It has the fields in which a kernel's tile differs fro
 import hashlib
 import importlib.metadata
 import os
-import warnings
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
 
-from ..errors import MoefluxWarning
+from ..errors import warn
 from ..files import JsonValue, directory
 from ..ops import backend
 from ..ops.tiles import CODE, TILES, TRIED, TileChanges, Tiles
@@ -62,10 +61,8 @@ def choose(mode: str) -> Tiles:
     with suppress(TypeError, ValueError, AttributeError):
         if own is not None and own.items() >= key.items():
             return Tiles(parse_tiles(own.get("tiles")))
-    warnings.warn(
-        f"the tiles in {file} are damaged, or were found with another MLX or other kernels, and are not used; {REMEDY}",
-        MoefluxWarning,
-        stacklevel=2,
+    warn(
+        f"the tiles in {file} are damaged, or were found with another MLX or other kernels, and are not used; {REMEDY}"
     )
     return CODE
 

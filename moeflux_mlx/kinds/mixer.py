@@ -1,7 +1,7 @@
 """What every way of mixing tokens answers about itself."""
 
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Literal, Protocol
 
 from .ngrams import NGrams
 from .rotation import Rotation
@@ -28,29 +28,6 @@ class Attending(Protocol):
 
     @property
     def rotation(self) -> Rotation | None: ...
-
-
-class Mflx(NamedTuple):
-    """What the header of MFLX, moeflux's format of a text's state, says of a layer besides its heads (the format stands
-    in `state/snapshot.py`): the values of the two states of a layer that does not attend; the values per position of a
-    layer that caches latents, and of its rotated keys. 0: the layer has no such thing.
-    """
-
-    conv: int = 0
-    state: int = 0
-    latent: int = 0
-    rotated: int = 0
-
-
-class HeadStack(NamedTuple):
-    """Some rows of every head of a matrix [heads * rows, columns], as a stack [heads, rows, columns], or [heads,
-    columns, rows] if `swapped`: from the row `first` on, `number` of them. `name`: of the stack.
-    """
-
-    name: str
-    first: int
-    number: int
-    swapped: bool = False
 
 
 class Mixer:
@@ -88,23 +65,6 @@ class Mixer:
     def with_kv_bits(self, kv_bits: Literal[8] | None) -> "Mixer":
         """The mixer with keys and values rounded to so many bits, None: unchanged; itself if it cannot round them."""
         return self
-
-    @property
-    def mflx(self) -> Mflx | None:
-        """What MFLX says of a layer with it; None: MFLX cannot express its state."""
-        return None
-
-    @property
-    def telling_convolution(self) -> tuple[str, tuple[int, int, int]] | None:
-        """The name, behind the layer's, of a convolution [channels, 1, taps] that MLX conversions store with its axes
-        moved, and its published shape: it tells who wrote a checkpoint. None: there is no such tensor.
-        """
-        return None
-
-    @property
-    def stacks_of_heads(self) -> tuple[str, int, Sequence[HeadStack]] | None:
-        """The name of a matrix, its number of heads, and the stacks that mlx-lm stores instead; None: there is none."""
-        return None
 
     def check(self) -> None:
         """Checks the conditions between its fields. Raises ConfigError with the names of the configuration's fields."""

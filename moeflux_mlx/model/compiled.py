@@ -192,7 +192,7 @@ class _Text(NamedTuple):
             one.reserve(count)
             arrays += one.step_arrays(count)
             kinds.append(one.traced(count))
-        places, inputs = _once(arrays) if elsewhere else (range(len(arrays)), arrays)
+        places, inputs = _unique(arrays) if elsewhere else (range(len(arrays)), arrays)
         return cls(cache, first, (count, tuple(kinds), places), inputs)
 
     @property
@@ -200,7 +200,7 @@ class _Text(NamedTuple):
         return tuple(map(_BYTES, self.arrays))
 
 
-def _once(arrays: Sequence[Any]) -> tuple[Sequence[int], list[Any]]:
+def _unique(arrays: Sequence[Any]) -> tuple[Sequence[int], list[Any]]:
     """The arrays with those of positions once, because all layers share them, and for each array its number there."""
     inputs, places, numbers = list[Any](), list[int](), dict[int, int]()
     for array in arrays:

@@ -1,6 +1,5 @@
 """Loads a model with everything that it needs: `Engine`, and the public `load` and `load_model`."""
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,13 +10,12 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from ..driving.session import CHECKPOINT_BYTES, Session, SessionOptions
-from ..errors import MoefluxWarning
+from ..errors import warn
 from ..experts.resident import ReadProgress
 from ..experts.routed import RoutedExperts
 from ..experts.routing import RoutedExpertsCall
 from ..experts.source import ExpertLoader
 from ..experts.tables import open_readers
-from ..files import user_path
 from ..foreign import LOADING, with_parameters_of
 from ..kept.keep_warm import KeepWarm, keep_warm_of
 from ..kept.tiles import choose
@@ -29,32 +27,29 @@ from ..model.tensors import resident_bytes
 from ..model.weights import fill
 from ..ops.limits import within_limits
 from ..ops.tiles import CODE, Tiles
+from ..packing.located import Located
 from ..planning.budget import Planner
 from ..planning.expert_io import from_environment
 from ..planning.kv_bits import keeping
 from ..planning.machine import activation_bits, checked_dtype, machine_figures
 from ..planning.memory_plan import MemoryPlan
-from ..planning.settings import allow_open_files, configure_early
+from ..planning.settings import allow_open_files, configure_mlx
 from ..process import claim_process
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint
-from ..text.tokenizer import TokenizerWrapper, load_tokenizer
+from ..text.tokenizer import TokenizerWrapper
 from ..vision.vision import NoVision, VisionFiles
 from .company import Agreed, Company, Leading
 from .expert_source import open_experts, wire_loaded
 from .heads import ChosenDrafts, choose_drafts, load_head
 from .kernel_cache import compiling
 from .load_settings import PREFETCH, LoadSettings
-from .locate import resolve
 from .random_weights import Shapes
 from .weights import ModelWeights, open_weights, with_best_pool
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# The stack level of the caller of `load` in a function that `open_with` calls: between are `open_with`,
-# `within_limits`, `load`, and the two functions around it.
-CALLER = 7
 NO_IMAGES = "images are off on several ranks; start one"
 Computing = Callable[[ExpertLoader, KeepWarm | None], RoutedExpertsCall]
 
@@ -81,14 +76,14 @@ class Engine:
         """The directory of the model."""
         return self.weights.path
 
-    @cached_property
+    @property
     def tokenizer(self) -> TokenizerWrapper:
         """The tokenizer, read at its first use.
 
         Raises:
             TokenizerError: the tokenizer files cannot be used.
         """
-        return load_tokenizer(self.path)
+        return self.weights.located.tokenizer
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -111,15 +106,13 @@ class Engine:
 
 
 @within_limits()
-def open_with(settings: LoadSettings) -> Engine:
-    """Loads a model; errors are those of `load`."""
+def open_with(settings: LoadSettings, located: Located | None = None) -> Engine:
+    """Loads a model; errors are those of `load`. `located`: where it is, if the caller has looked already."""
     claim_process()
-    configure_early(CALLER)
+    configure_mlx()
     allow_open_files()
     ranks = settings.ranks
-    folders = [user_path(folder) for folder in settings.shards_in]
-    path = resolve(settings.path_or_hf_repo, settings.revision, folders, settings.tokenizer)
-    weights = open_weights(path, folders, settings.without_correction_bias)
+    weights = open_weights(located or settings.locate(), settings.without_correction_bias)
     settings = replace(settings, expert_io=_checked_mode(settings.expert_io, weights, ranks))
     dtype, bits = checked_dtype(settings.dtype), activation_bits(settings.trial.cpu_activations, settings.dtype)
     args = keeping(weights.args, settings.kv_bits, settings.dtype)
@@ -210,7 +203,7 @@ def _loaded(weights: ModelWeights, setup: Setup, dtype: mx.Dtype, bits: int, pro
     drafts, tiles = setup.drafts, setup.tiles
     args, plan = drafts.args, drafts.plan
     if plan.enlarged:
-        warnings.warn(plan.enlarged, MoefluxWarning, stacklevel=CALLER)
+        warn(plan.enlarged)
     with compiling(Shapes.of(args, weights.experts.layout, weights.shapes, dtype), tiles, drafts.drafting.most > 0):
         experts = open_experts(weights.experts, args, plan, progress)
         try:

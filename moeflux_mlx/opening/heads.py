@@ -138,11 +138,11 @@ def _in_folder(folder: Path) -> tuple[Mapping[str, Tensor], JsonObject]:
 
 
 def _beside(weights: ModelWeights) -> tuple[Mapping[str, Tensor], JsonObject]:
-    config = read_json(weights.path / "config.json")
+    config = weights.located.config
     if weights.checkpoint is None:
         file = weights.path / NAME
         return read_header(file) if file.exists() else {}, config
-    kept = (unit for unit in weights.checkpoint.units if isinstance(unit, TensorFile) and unit.name == NAME)
+    kept = (unit for unit in weights.checkpoint.plan.units if isinstance(unit, TensorFile) and unit.name == NAME)
     return {one.name: one for unit in kept for source in unit.sources for one in source.tensors}, config
 
 

@@ -16,12 +16,14 @@ from ..model.tensors import layer_values
 from ..ops.backend import computes_natively
 from ..ops.expert_rows import refusal
 from ..ops.linear import dequantises
+from ..packing.located import Located
 from ..planning.demand import Demand
 from ..planning.wired import MODES as WIRED
 from ..spec import ModelArgs
 from ..vision.pixels import IMAGE_ROWS
 from ..vision.vision import NoVision, VisionFiles, checked_rows
 from .company import Company
+from .locate import locate
 
 PREFETCH = {"auto": "lookahead", "off": "off"}
 MODES = {"prefetch": PREFETCH, "keep_warm": KEEP_WARM, "warm_start": WARM_START, "tiles": TILES, "wired": WIRED}
@@ -120,6 +122,10 @@ class LoadSettings:
                 meant = did_you_mean(name, TRIALS) or f"; it takes {', '.join(TRIALS)}"
                 raise RequestError(f"there is no setting {name!r} to set{meant}")
         object.__setattr__(self, "trial", TrialSettings(**cast(Any, self.set or {})))
+
+    def locate(self) -> Located:
+        """Where the model is."""
+        return locate(self.path_or_hf_repo, self.revision, self.shards_in, self.tokenizer)
 
     def demand(
         self,

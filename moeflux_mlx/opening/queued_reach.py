@@ -84,7 +84,7 @@ class Played:
 def token_seconds(layers: int, times: LayerTimes, share: float, is_queued: bool) -> float:
     """Seconds of a token of which this share of the layers has all experts in memory."""
     played = Played(layers, times, share)
-    fitting = (how for how in GROUPINGS if share >= how.share and times.gpu <= how.most)
+    fitting = (how for how in GROUPINGS["metal"] if share >= how.share and times.gpu <= how.most)
     how = next(fitting, None) if is_queued else None
     for _ in range(TOKENS):
         if how is None:

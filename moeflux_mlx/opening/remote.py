@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -26,32 +26,29 @@ from ..formats.checkpoint import (
     Tensor,
     header_tensors,
     merge_tensors,
-    read_config,
     shard_names,
 )
 from ..formats.gguf_file import header_bytes, models_in
 from ..formats.hub import Repository, cache_folder, cached_snapshot, looks_like_repo, quant_of
 from ..formats.layout_file import from_json
-from ..formats.packed import FOLDER, LAYOUT
+from ..formats.packed import FINISHED, FOLDER, LAYOUT
 from ..formats.record import ExpertLayout
+from ..ops.forms import DTYPES
 from ..packing.aside import NAME as ASIDE
-from ..packing.gguf_folder import base_tokenizer, described, open_source
-from ..packing.in_place import runs_in_place, states_mlx
-from ..packing.plan import make_plan
+from ..packing.gguf_folder import base_tokenizer, describe
+from ..packing.in_place import plan_in_place
+from ..packing.located import Located, open_source
 from ..packing.recipe import Recipe, read_recipe
-from ..packing.resident import ResidentFile
-from ..packing.sources import DTYPES
+from ..packing.sources import shapes_of
 from ..packing.suggest import not_packed_error
-from ..packing.wanted import Wanted
 from ..spec import ModelArgs
 from ..vision.vision import PREPROCESSOR, NoVision, VisionFiles, usable, vision_of
 
-SMALL = ["config.json", QUANT_CONFIG, INDEX, f"{FOLDER}/{LAYOUT}", RECIPE, *COPIED]
+SMALL = ["config.json", QUANT_CONFIG, INDEX, FINISHED, RECIPE, *COPIED]
 RESIDENT = "resident*.safetensors"
 PACKED = ["config.json", RECIPE, *COPIED, RESIDENT, ASIDE, f"{FOLDER}/*"]
 UNPACKED = ["config.json", INDEX, *COPIED]  # and its shards
 KEPT_HEADERS = 8  # commits whose GGUF headers are kept: a few to 20 MB each, mostly the tokenizer
-STORED = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -87,9 +84,9 @@ class Remote:
         if is_gguf and (files := chosen_gguf(repo, sizes, quant)):
             return RemoteGguf(repository, files, repository.missing(files), sum(map(sizes.__getitem__, files)))
         wanted = PACKED
-        if f"{FOLDER}/{LAYOUT}" not in repository.files:
+        if FINISHED not in repository.files:
             small = repository.snapshot([INDEX, "config.json"])
-            if not states_mlx(read_json(small / "config.json")):
+            if not Located(small).states_mlx:
                 raise not_packed_error(name, small)
             wanted = [*UNPACKED, *shard_names(small, (one for one in repository.files if "/" not in one))]
         total = sum(file.size for file in repository.matching(wanted))
@@ -104,39 +101,46 @@ class Remote:
         Raises:
             ConfigError, ModelFileError: the model cannot be run.
         """
-        small = self.repository.snapshot(SMALL)
-        args, layout_file = ModelArgs.from_file(small), small / FOLDER / LAYOUT
-        if layout_file.exists():
+        small = self._small
+        args, layout_file = small.args, small.path / FINISHED
+        if small.is_packed:
             heads = [file.name for file in self.repository.matching([RESIDENT])]
             layout = from_json(read_json(layout_file), args, layout_file)
-            return args, layout, {one.name: _shape(one.shape, one.dtype) for one in self._tensors(heads, small)}
-        shards = [name for name in self.wanted if name.endswith(".safetensors")]
-        tensors = {one.name: one for one in self._tensors(shards, small)}
-        return _in_place(Checkpoint(small, read_config(small), tensors, ()), args, without_correction_bias)
+            shapes = {name: mx.zeros(one.shape, DTYPES[one.dtype]) for name, one in self._tensors(heads).items()}
+            return args, layout, shapes
+        tensors = self._tensors([name for name in self.wanted if name.endswith(".safetensors")])
+        return _in_place(Checkpoint(small.path, small.config, tensors, ()), args, without_correction_bias)
 
     def recipe(self) -> Recipe | None:
         """How floats became its codes, if a conversion of ours says so, as `packing.recipe.read_recipe`."""
-        return read_recipe(self.repository.snapshot(SMALL))
+        return read_recipe(self._small.path)
 
     def vision(self, args: ModelArgs, wanted: bool = True) -> VisionFiles | NoVision:
         """Its image encoder, as `Weights.vision`."""
         names = [name for name in self.wanted if name.endswith(".safetensors") and "*" not in name and name != ASIDE]
         if not self.in_place:
             names = [ASIDE] if ASIDE in self.repository.files else []
-        small = self.repository.snapshot(SMALL)
-        settings = read_json(small / PREPROCESSOR) if (small / PREPROCESSOR).exists() else {}
-        tensors = {one.name: one for one in self._tensors(names, small)} if wanted else {}
-        return usable(vision_of(read_json(small / "config.json"), settings, tensors, args), args, wanted)
+        file = self._small.path / PREPROCESSOR
+        settings = read_json(file) if file.exists() else {}
+        return usable(
+            vision_of(self._small.config, settings, self._tensors(names) if wanted else {}, args), args, wanted
+        )
 
-    def _tensors(self, names: list[str], folder: Path) -> list[Tensor]:
-        files = self.repository.files
-        heads = (header_tensors(folder / name, files[name].size, self.repository.head(name)) for name in names)
-        return list(merge_tensors(heads).values())
+    @cached_property
+    def _small(self) -> Located:
+        """The directory of its small files."""
+        return Located(self.repository.snapshot(SMALL))
+
+    def _tensors(self, names: list[str]) -> dict[str, Tensor]:
+        files, folder = self.repository.files, self._small.path
+        return merge_tensors(
+            header_tensors(folder / name, files[name].size, self.repository.head(name)) for name in names
+        )
 
     @property
     def in_place(self) -> bool:
         """Whether the repository is a checkpoint, whose experts are in pieces."""
-        return f"{FOLDER}/{LAYOUT}" not in self.repository.files
+        return FINISHED not in self.repository.files
 
     @property
     def free(self) -> int:
@@ -202,10 +206,10 @@ class RemoteGguf(Remote):
                 os.truncate(head, size)  # longer without taking more of the disk
             except OSError as error:
                 raise ModelFileError(f"{head} cannot be written: {error.strerror or error}") from None
-        folder = described(heads / self.wanted[0])
+        folder = describe(heads / self.wanted[0])
         assert folder is not None
-        args = ModelArgs.from_file(folder)
-        return _in_place(open_source(folder), args, without_correction_bias)
+        located = Located(folder)
+        return _in_place(open_source(located), located.args, without_correction_bias)
 
     def recipe(self) -> Recipe | None:
         return None
@@ -287,7 +291,7 @@ def fetch(name: str, revision: str | None = None) -> Path:
 def _is_model(folder: Path) -> bool:
     """Whether the directory holds a packed model, or a complete checkpoint that can be used in place."""
     try:
-        return (folder / FOLDER / LAYOUT).exists() or runs_in_place(folder)
+        return Located(folder).runs
     except MoefluxError:
         return False
 
@@ -296,12 +300,5 @@ def _in_place(
     checkpoint: Checkpoint, args: ModelArgs, without_correction_bias: bool
 ) -> tuple[ModelArgs, ExpertLayout, dict[str, mx.array]]:
     """The figures of a checkpoint that is used as it lies."""
-    wanted = Wanted(keeps_floats=True, without_correction_bias=without_correction_bias)
-    plan = make_plan(checkpoint, args, wanted)
-    sources = (source for unit in plan.units if isinstance(unit, ResidentFile) for source in unit.sources)
-    written = (one for source in sources for one in source.written)
-    return args, plan.layout, {one.name: _shape(one.shape, one.dtype) for one in written}
-
-
-def _shape(shape: tuple[int, ...], dtype: str) -> mx.array:
-    return mx.zeros(shape, STORED[dtype])
+    args, plan = plan_in_place(checkpoint, args, without_correction_bias)
+    return args, plan.layout, shapes_of(plan.sources)

@@ -41,7 +41,7 @@ class SomeExperts:
         memory: Any = mx.zeros(shape, mx.uint32)
         slots = None
         if place != RESIDENT and backend.name() == "metal":
-            memory = (memory,) * BUFFERS
+            memory = (mx.zeros((top_k, record.held_bytes // 4), mx.uint32),) * BUFFERS  # slots of a pool
             slots = mx.zeros(max(experts, LEAST_ELEMENTS), mx.uint32) if self.is_queued else None
         elif place == STREAMED and backend.name() == "cuda":
             memory = (mx.zeros(record.held_bytes // 4, mx.uint32),) * top_k
@@ -78,9 +78,6 @@ class SomeExperts:
         rows = GroupedRows(x, slots, counts, [slots[0]], records.record, on_units=on_units)
         rows.multiply(0, slots[0], records)
         return rows.combined(weights, residual, shared)
-
-    def expect(self, layer: int, tokens: int) -> None:
-        pass
 
     def wants_guess(self, layer: int, tokens: int) -> bool:
         return False

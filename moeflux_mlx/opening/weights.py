@@ -3,7 +3,7 @@
 Opening reads headers and checks every length; tensors are read when they are needed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,13 +14,14 @@ from ..files import user_path
 from ..formats.checkpoint import check_folders
 from ..formats.grids import check_grids
 from ..formats.owners import RankShare
-from ..formats.packed import FOLDER, LAYOUT, PackedExperts, StripedExperts, open_packed
+from ..formats.packed import PackedExperts, StripedExperts, open_packed
 from ..formats.pieces import ExpertFiles
 from ..formats.tables import TableFiles, open_tables
 from ..model.weights import read_resident
 from ..ops import native
-from ..packing.gguf_folder import described_files
 from ..packing.in_place import InPlace, open_in_place
+from ..packing.located import Located
+from ..packing.sources import read_all, shapes_of
 from ..packing.suggest import packing_command
 from ..planning.demand import Demand
 from ..planning.pool_sizes import best_pool
@@ -34,19 +35,23 @@ class ModelWeights:
     """The places of a model's tensors.
 
     Attributes:
+        args: the model, with the forms of its tensors.
         shapes: the resident tensors, for callers that need only shapes and dtypes; they are lazy.
         checkpoint: None for a packed model.
         tables: the places of the rows of n-grams, by layer.
-        shards_in: other directories with its safetensors files.
     """
 
-    path: Path
+    located: Located
     args: ModelArgs
     experts: ExpertFiles
     shapes: Mapping[str, mx.array]
     checkpoint: InPlace | None = None
     tables: Mapping[int, TableFiles] = field(default_factory=dict)
-    shards_in: tuple[Path, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """The directory of the model."""
+        return self.located.path
 
     @property
     def in_place(self) -> bool:
@@ -64,12 +69,12 @@ class ModelWeights:
         Raises:
             ConfigError, ModelFileError: the encoder cannot be used.
         """
-        return open_vision(self.path, self.args, self.shards_in, wanted)
+        return open_vision(self.located, self.args, wanted)
 
     @property
     def convert_command(self) -> str:
         """The command that makes a packed model from the checkpoint."""
-        return packing_command(next(iter(described_files(self.path)), self.path))
+        return packing_command(next(iter(self.located.gguf), self.path))
 
     def read(self) -> dict[str, mx.array]:
         """Reads the resident tensors; the caller may empty the dict.
@@ -77,7 +82,7 @@ class ModelWeights:
         Raises:
             ModelFileError: a file cannot be read.
         """
-        return read_resident(self.path) if self.checkpoint is None else self.checkpoint.read()
+        return read_resident(self.path) if self.checkpoint is None else read_all(self.checkpoint.plan.sources)
 
     def check_mode(self, expert_io: str) -> None:
         """Raises RequestError if the experts cannot be used in this mode."""
@@ -120,23 +125,22 @@ class ModelWeights:
         return fingerprint_of(self.args, samples, self.path, dtype, bits)
 
 
-def open_weights(path: Path, shards_in: Sequence[Path] = (), without_correction_bias: bool = False) -> ModelWeights:
+def open_weights(located: Located, without_correction_bias: bool = False) -> ModelWeights:
     """Args:
-        shards_in: other directories in which a checkpoint's safetensors files may lie.
         without_correction_bias: as for `load`.
 
     Raises:
     ConfigError, ModelFileError: a file is missing or wrong, or uses a feature that is not implemented.
     """
-    if _is_packed(path):
-        check_folders(shards_in)  # which a packed model does not read
-        args = ModelArgs.from_file(path)
+    if located.is_packed:
+        check_folders(located.shards_in)  # which a packed model does not read
+        path, args = located.path, located.args
         experts = open_packed(path, args)
         check_grids(experts)
-        return ModelWeights(path, args, experts, read_resident(path), tables=open_tables(path, args))
-    in_place = open_in_place(path, shards_in, without_correction_bias)
-    lie = in_place.shapes(), in_place, in_place.tables
-    return ModelWeights(path, in_place.args, in_place.experts, *lie, tuple(shards_in))
+        return ModelWeights(located, args, experts, read_resident(path), tables=open_tables(path, args))
+    in_place = open_in_place(located, without_correction_bias)
+    tables = {table.layer: table.in_place() for table in in_place.plan.tables}
+    return ModelWeights(located, in_place.args, in_place.experts, shapes_of(in_place.plan.sources), in_place, tables)
 
 
 def with_best_pool(demand: Demand, weights: ModelWeights) -> Demand:
@@ -159,8 +163,4 @@ def model_fingerprint(
     Raises:
         ModelFileError: a file cannot be read. ConfigError: config.json is not usable.
     """
-    return open_weights(user_path(path)).fingerprint(dtype, cpu_activations).keeping(kv_bits)
-
-
-def _is_packed(path: Path) -> bool:
-    return (path / FOLDER / LAYOUT).exists()
+    return open_weights(Located(user_path(path))).fingerprint(dtype, cpu_activations).keeping(kv_bits)

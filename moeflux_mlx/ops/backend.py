@@ -105,8 +105,8 @@ def kernels_take(x: AnyArray, refusal: Callable[..., Reason | None], *case: obje
 def settle_weights(parameters: object) -> None:
     """Moves weights that the native kernels will read into huge pages."""
     if mx.default_device() == mx.cpu and native.available():
-        for named in tree_flatten(parameters):
-            native.huge_pages(named[1])
+        for weight in dict(tree_flatten(parameters)).values():
+            native.huge_pages(weight)
 
 
 def computes_at_once(x: Array) -> bool:

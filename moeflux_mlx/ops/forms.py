@@ -35,6 +35,7 @@ TABLE_BITS, TABLE_CHUNK = 8, 32  # bits of a code of a table when it has been lo
 WIDE = ("iq2_xxs", "tq1_0", "tq2_0")
 PLANES = {mx.float32: 3, mx.bfloat16: 2, mx.float16: 2}  # bytes of an x then
 DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U8": mx.uint8}  # of a field
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 # Of metal/stored.h.metal: BITS, GROUP, KIND, and the types of scales and of what is behind them.

@@ -12,7 +12,7 @@ instruction set that is used.
 Calls release the GIL and may come from several threads; they take turns. The thread team is as large
 as the physical cores this process may use, sleeps between bursts, and is started anew after a fork.
 
-Arguments are C-contiguous numpy arrays, MLX arrays (evaluated on access) or memoryviews; float32
+Arguments are C-contiguous numpy arrays or MLX arrays (evaluated on access); float32
 unless said otherwise. `scales` and `biases` are bfloat16 (MLX), uint16 (bfloat16 bits), float16 or float32,
 or scales alone are uint8 (E8M0, or E4M3 in groups of 16). Nested scales of GGUF's forms are uint8 too, with `supers` in
 place of biases where the form has them; a symmetric form has its `supers` as scales.
@@ -26,16 +26,15 @@ from __future__ import annotations
 
 import importlib
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from ..errors import MoefluxError, MoefluxWarning
+from ..errors import MoefluxError, warn
 from ..formats.record import Projection, Record
 from ..installation import reinstall_command
 from ..kinds import FORMS, SILU, Activation
@@ -45,7 +44,10 @@ from .interrupt import pieces
 from .stand_ins import NativeFunctions, stand_ins
 from .tiles import MAX_TOKENS
 
-Buffer = Any  # numpy array, mx.array or memoryview
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+Buffer: TypeAlias = "np.ndarray | mx.array"
 NOTHING = np.zeros(0, np.float32)  # in place of an array that there is none of
 EXACT = 24  # bits of activations that nothing is lost of beside float32's own rounding
 ACTIVATIONS = (8, 16, EXACT)
@@ -99,7 +101,7 @@ def warn_if_missing() -> None:
 @cache
 def warn_once() -> None:
     """The warning of `warn_if_missing`, until the cache is cleared."""
-    warnings.warn(MISSING + reinstall_command(), MoefluxWarning, stacklevel=3)
+    warn(MISSING + reinstall_command())
 
 
 def extension() -> NativeFunctions:

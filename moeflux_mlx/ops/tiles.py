@@ -110,7 +110,7 @@ TRIED: Mapping[str, tuple[TileChanges, ...]] = {
 }
 
 
-def joined(changes: Iterable[TileChanges]) -> TileChanges:
+def merged(changes: Iterable[TileChanges]) -> TileChanges:
     """All of the changes together; of two that set the same field, the later one counts."""
     together: dict[str, dict[str, int]] = {}
     for one in changes:

@@ -7,93 +7,99 @@ running it again; `layout.json` is written last, so an unfinished directory is n
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, ModelFileError, RequestError
 from ..files import user_path
+from ..foreign import with_parameters_of
 from ..formats.checkpoint import Checkpoint
 from ..formats.owners import MOST_RANKS, Owners, RankShare
-from ..formats.packed import FOLDER, LAYOUT, STATE, open_packed
+from ..formats.packed import FINISHED, STATE, open_packed
 from ..quant import unquantized
-from ..rounding.methods import FIT, MINMAX
+from ..rounding.methods import MINMAX
 from ..spec import ModelArgs
 from .found_files import FoundFiles, checkpoint_digest
-from .gguf_folder import described, open_source, tokenizer_folder
+from .gguf_folder import describe, tokenizer_folder
 from .in_place import open_in_place
-from .layer_files import (
-    HeldLayerFile,
-)
-from .plan import ConversionPlan, Fallback, make_plan, read_args
+from .layer_files import HeldLayerFile
+from .located import Located, open_source
+from .plan import ConversionPlan, Outcome, make_plan, read_args
 from .recipe import RECIPES, Recipe
-from .rounding import Rounding
 from .shards import Scattering
 from .small_files import small_files
 from .source_format import SourceFormat
 from .supply import Supply, find_supply
 from .unit import Unit
-from .wanted import Wanted
+from .wanted import Forms, Wanted
 from .writer import ByteProgress, Output, check_space, reserved, writing
 
 PACKED, MLX = LAYOUTS = "packed", "mlx"
 
 
-@dataclass(frozen=True)
-class ConversionReport:
+@dataclass(frozen=True, kw_only=True)
+class ConversionReport(Outcome):
     """What a conversion did.
 
     Attributes:
         path: the packed model directory.
-        lossy: checkpoint tensors that were already quantised and had to be quantised again.
-        fallbacks: matrices whose columns do not suit the form that was asked for, and what they got.
         kept: files that an earlier run had finished.
         repaired: finished files of an earlier run whose bytes had changed; they were written again.
-        quantized: number of resident matrices that came as floats and were quantised.
-        made_experts: whether routed experts were quantised, from floats or again.
         linked: whether layer files are hard links to the checkpoint's.
         verified: whether everything was read again and compared.
-        recipe: the forms that floats got; None: there were none.
-        left_out: number of tensors of image encoders and draft heads that mlx-lm's layout has no place for.
     """
 
     path: Path
-    lossy: tuple[str, ...]
-    fallbacks: tuple[Fallback, ...]
     kept: tuple[str, ...]
     repaired: tuple[str, ...]
-    quantized: int
-    made_experts: bool
     linked: bool
     verified: bool
-    recipe: Recipe | None
-    left_out: int
 
 
-def convert(
-    hf_path: str | Path,
-    mlx_path: str | Path,
-    *,
-    q_bits: int | None = None,
-    q_group_size: int | None = None,
-    q_mode: str = "affine",
-    q_type: str | None = None,
-    expert_bits: int | None = None,
-    down_bits: int | None = None,
-    recipe: str | Path | Recipe | None = None,
-    requantize: bool = False,
-    rounding: str | Rounding = FIT,
-    verify: bool = False,
-    revision: str | None = None,
-    delete_source: bool = False,
-    ranks: int | None = None,
-    rank: int | None = None,
-    also: Sequence[str | Path] = (),
-    layout: str = PACKED,
-    tokenizer: str | Path | None = None,
-    without_correction_bias: bool = False,
-    progress: ByteProgress | None = None,
-) -> ConversionReport:
+@dataclass(frozen=True)
+class ConvertSettings(Forms):
+    """The arguments of `convert`, which explains them."""
+
+    hf_path: str | Path
+    mlx_path: str | Path
+    _: KW_ONLY
+    verify: bool = False
+    revision: str | None = None
+    delete_source: bool = False
+    ranks: int | None = None
+    rank: int | None = None
+    also: Sequence[str | Path] = ()
+    layout: str = PACKED
+    tokenizer: str | Path | None = None
+    progress: ByteProgress | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the checkpoint is a directory or a file that stays."""
+        return user_path(self.hf_path).exists() and not self.delete_source
+
+    @property
+    def share(self) -> RankShare | None:
+        """The experts to write, if not all.
+
+        Raises:
+            ConfigError: there is no such rank, or the checkpoint comes, or goes, shard by shard.
+        """
+        ranks, rank = self.ranks, self.rank
+        if ranks is None and rank is None:
+            return None
+        if ranks is None or rank is None or not 2 <= ranks <= MOST_RANKS or not 0 <= rank < ranks:
+            values = {"--ranks": ranks, "--rank": rank}
+            given = " and ".join(f"{name} is {'missing' if one is None else one}" for name, one in values.items())
+            raise ConfigError(f"{given}; give 2 to {MOST_RANKS} ranks, and the number of one of them, from 0 on")
+        if not self.is_here:
+            raise ConfigError("--ranks converts a directory that stays: download the checkpoint, and keep its shards")
+        return RankShare(Owners((1,) * ranks), rank)
+
+
+@with_parameters_of(ConvertSettings, {})
+def convert(settings: ConvertSettings) -> ConversionReport:
     """Converts a checkpoint into a packed model directory; resumes one that was interrupted.
 
     A repository is downloaded shard by shard. Each shard is deleted when it is packed, so the disk holds the packed
@@ -134,40 +140,47 @@ def convert(
         ConfigError: a value is not implemented. ModelFileError: the checkpoint or the output directory
         is unusable, damaged or too large for the disk.
     """
-    forms = q_bits, q_group_size, q_mode, q_type, expert_bits, down_bits, requantize, recipe, rounding
-    wanted = Wanted.of(*forms, without_correction_bias)
-    wanted.check(is_calibrated=not isinstance(rounding, str))
-    is_here = user_path(hf_path).exists() and not delete_source
-    share = _share(ranks, rank, is_here)
-    path, folders = user_path(mlx_path), [user_path(folder).absolute() for folder in also]
-    _check_also(path, folders, share, is_here)
-    _check_layout(layout, is_here and share is None and not folders)
+    return convert_with(settings)
+
+
+def convert_with(settings: ConvertSettings) -> ConversionReport:
+    """`convert`, of its arguments in one value."""
+    wanted = Wanted.of(settings)
+    wanted.check(is_calibrated=not isinstance(settings.rounding, str))
+    path, folders = user_path(settings.mlx_path), [user_path(folder).absolute() for folder in settings.also]
+    share = settings.share
+    _check_also(path, folders, share, settings.is_here)
+    _check_layout(settings.layout, settings.is_here and share is None and not folders)
     with reserved(path):  # before reading anything that another conversion could change
-        supply, checkpoint, found = _open(hf_path, path, revision, delete_source, tokenizer)
-        plan = make_plan(checkpoint, read_args(checkpoint), wanted, share, folders, layout == MLX)
-        origin = {"hf_path": _whole(hf_path), "revision": revision, "delete_source": delete_source}
-        origin["rounding"] = wanted.rounding.method
-        origin |= {} if recipe is None or isinstance(recipe, Recipe) else {"recipe": _whole_recipe(recipe)}
-        options = _asked(wanted, plan, share, folders, layout)
-        output = Output(path, {"source": _digest(checkpoint, supply), "options": options}, origin)
+        supply, checkpoint, found = _open(settings, path)
+        plan = make_plan(checkpoint, read_args(checkpoint), wanted, share, folders, settings.layout == MLX)
+        options = _asked(wanted, plan, share, folders, settings.layout)
+        output = Output(path, {"source": _digest(checkpoint, supply), "options": options}, _origin(settings, wanted))
         if supply is None:
             _check_space(output, plan, folders)
         output.write_state()
-        given = output, plan, checkpoint, found, progress or _ignore_progress, verify
+        given = output, plan, checkpoint, found, settings.progress or _ignore_progress, settings.verify
         kept, repaired = _at_once(*given) if supply is None else _by_shards(*given, supply)
     return ConversionReport(
-        path,
-        plan.lossy,
-        plan.fallbacks,
-        tuple(kept),
-        tuple(repaired),
-        plan.quantized,
-        plan.made_experts,
-        output.linked,
-        verify,
-        plan.recipe,
-        plan.left_out,
+        **vars(plan.outcome),
+        path=path,
+        kept=tuple(kept),
+        repaired=tuple(repaired),
+        linked=output.linked,
+        verified=settings.verify,
     )
+
+
+def _origin(settings: ConvertSettings, wanted: Wanted) -> dict[str, Any]:
+    """What a message about an unfinished conversion repeats."""
+    origin = {
+        "hf_path": _whole(settings.hf_path),
+        "revision": settings.revision,
+        "delete_source": settings.delete_source,
+        "rounding": wanted.rounding.method,
+    }
+    recipe = settings.recipe
+    return origin if recipe is None or isinstance(recipe, Recipe) else {**origin, "recipe": _whole_recipe(recipe)}
 
 
 def _check_space(output: Output, plan: ConversionPlan, folders: Sequence[Path]) -> None:
@@ -196,19 +209,6 @@ def _whole_recipe(recipe: str | Path) -> str:
 def _digest(checkpoint: Checkpoint, supply: Supply | None) -> str:
     stamps = None if supply is None else [shard.identity for shard in supply.listing.shards]
     return checkpoint_digest(checkpoint, stamps)
-
-
-def _share(ranks: int | None, rank: int | None, is_here: bool) -> RankShare | None:
-    """Raises ConfigError: there is no such rank, or the checkpoint comes, or goes, shard by shard."""
-    if ranks is None and rank is None:
-        return None
-    if ranks is None or rank is None or not 2 <= ranks <= MOST_RANKS or not 0 <= rank < ranks:
-        values = {"--ranks": ranks, "--rank": rank}
-        given = " and ".join(f"{name} is {'missing' if one is None else one}" for name, one in values.items())
-        raise ConfigError(f"{given}; give 2 to {MOST_RANKS} ranks, and the number of one of them, from 0 on")
-    if not is_here:
-        raise ConfigError("--ranks converts a directory that stays: download the checkpoint, and keep its shards")
-    return RankShare(Owners((1,) * ranks), rank)
 
 
 def _check_also(path: Path, folders: Sequence[Path], share: RankShare | None, is_here: bool) -> None:
@@ -312,35 +312,34 @@ def _finish(output: Output, plan: ConversionPlan, checkpoint: Checkpoint, found:
         raise
     for name, data in files.items():
         output.put(name, data)
+    made = Located(output.path)
     if plan.index is None:
-        open_packed(output.path, ModelArgs.from_file(output.path))
+        open_packed(output.path, made.args)
     else:
-        open_in_place(output.path)
+        open_in_place(made)
 
 
-def _open(
-    hf_path: str | Path, path: Path, revision: str | None, delete_source: bool, tokenizer: str | Path | None
-) -> tuple[Supply | None, Checkpoint, FoundFiles]:
+def _open(settings: ConvertSettings, path: Path) -> tuple[Supply | None, Checkpoint, FoundFiles]:
     """The checkpoint, what brings its shards if they come one by one, and its files before its headers were read."""
-    source = find_supply(hf_path, path, revision, delete_source, _check_config)
+    source = find_supply(settings.hf_path, path, settings.revision, settings.delete_source, _check_config)
     if not isinstance(source, Path):
         checkpoint = source.checkpoint()
         return source, checkpoint, FoundFiles.of(checkpoint, with_weights=False)
-    if (source / STATE).exists() and not (source / FOLDER / LAYOUT).exists():
+    if Located(source).is_unfinished:
         raise ModelFileError(f"{source} is an unfinished conversion; give the checkpoint that it is made from")
     if path.resolve() == source.resolve():
         raise ModelFileError(f"{path} is the checkpoint itself; choose another directory")
-    if folder := described(source, tokenizer_folder(tokenizer)):
+    if folder := describe(source, tokenizer_folder(settings.tokenizer)):
         return None, *_found(folder)
-    if tokenizer is not None:
+    if settings.tokenizer is not None:
         raise RequestError(f"--tokenizer is for GGUF files, and {source} is none; leave it out")
     return None, *_found(source)
 
 
 def _found(folder: Path) -> tuple[Checkpoint, FoundFiles]:
     """A checkpoint whose headers were read from the files that are found, or from later ones."""
-    found = FoundFiles.of(open_source(folder))
-    return open_source(folder), found
+    found = FoundFiles.of(open_source(Located(folder)))
+    return open_source(Located(folder)), found
 
 
 def _check_config(config: dict[str, Any]) -> None:
@@ -360,7 +359,7 @@ def _write(output: Output, plan: ConversionPlan, progress: ByteProgress, total: 
             kept.append(unit.name)
         else:
             repaired += [unit.name] if unit.name in output.files else []
-            last = f"{FOLDER}/{LAYOUT}" if plan.index is None else "config.json"
+            last = FINISHED if plan.index is None else "config.json"
             (output.path / last).unlink(missing_ok=True)  # so that a model under repair is not loaded
             output.write(unit, _advance(progress, done, total, unit.name))
         done += unit.size

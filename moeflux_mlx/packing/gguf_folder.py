@@ -10,7 +10,7 @@ is written anew whenever its GGUF is opened, and may be deleted at any time.
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,11 @@ from ..errors import ConfigError, ModelFileError, TokenizerError
 from ..families.gguf import GgufFamily, Metadata, renamed_tensor
 from ..families.gguf_keys import SLOWED
 from ..families.registry import GGUF
-from ..files import kept_files, read_json, replace_file, user_path
-from ..formats.checkpoint import COPIED, Checkpoint, Tensor, open_checkpoint
+from ..files import JsonDict, kept_files, read_json, replace_file, user_path
+from ..formats.checkpoint import COPIED, Checkpoint, Tensor
 from ..formats.gguf_file import Blocks, GgufFile, gguf_file, open_gguf
 from ..formats.hub import Repository, cached_snapshot, looks_like_repo
 from ..kinds.limits import WIDEST_HEAD
-from ..spec import ModelArgs
 from ..text.ends import all_ends
 from ..text.gguf_tokens import generation_file, template_of, tokenizer_files
 from ..text.tokenizer import VOCABULARY_FILES, load_tokenizer, stated_ends
@@ -35,7 +34,7 @@ HUB = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+)/?")
 TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 
 
-def described(path: Path, tokenizer: Path | None = None) -> Path | None:
+def describe(path: Path, tokenizer: Path | None = None) -> Path | None:
     """The model directory of the GGUF that `path` is or holds; None: there is none.
 
     Args:
@@ -129,22 +128,19 @@ def described_files(folder: Path) -> tuple[Path, ...]:
     return tuple(map(Path, stated)) if isinstance(stated, list) else ()
 
 
-def open_source(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
-    """A checkpoint, or a GGUF by the directory that describes it; as `open_checkpoint`."""
-    files = described_files(path)
-    if not files:
-        return open_checkpoint(path, shards_in)
-    if shards_in:
-        raise ModelFileError(f"--shards-in is for safetensors files; the files of {files[0]} must lie in one directory")
-    whole = open_gguf(files[0])
-    ModelArgs.from_dict(_config(whole))  # before anything is made of a number of the file
+def open_described(folder: Path, first: Path, config: JsonDict) -> Checkpoint:
+    """The GGUF, of which `first` is the first file, by the directory that describes it; `config` is that of a model
+    that runs.
+    """
+    whole = open_gguf(first)
     tensors: dict[str, Tensor] = {}
-    for tensor in _tensors(whole):
+    for tensor in _tensors(whole, config):
         if tensor.name in tensors:
             raise ModelFileError(f"{tensor.file}: two tensors are {tensor.name}")
         tensors[tensor.name] = tensor
     read, family = _family(whole)
-    return Checkpoint(path, _config(whole), _with_joined(tensors, family, read.layers), whole.files)
+    stated = {name: value for name, value in config.items() if name != KEY}
+    return Checkpoint(folder, stated, _with_joined(tensors, family, read.layers), whole.files)
 
 
 def _family(whole: GgufFile) -> tuple[Metadata, GgufFamily]:
@@ -176,9 +172,9 @@ def _config(whole: GgufFile) -> dict[str, Any]:
     return {**config, "tie_word_embeddings": "output.weight" not in whole.tensors}
 
 
-def _tensors(whole: GgufFile) -> Iterator[Tensor]:
+def _tensors(whole: GgufFile, config: JsonDict) -> Iterator[Tensor]:
     """The tensors of the model under their names in a checkpoint; those of draft heads are left out."""
-    (read, family), config = _family(whole), _config(whole)
+    read, family = _family(whole)
     for blocks in whole.tensors.values():
         layer, name = renamed_tensor(blocks.name, family, whole.tensors)
         if blocks.name == SLOWED or layer is not None and layer >= read.layers:

@@ -27,7 +27,7 @@ from .resident import ResidentPlan, plan_resident
 from .rounding import Alone
 from .sanitize import head_tensors
 from .source_format import SourceFormat
-from .sources import DTYPES
+from .sources import read_all, shapes_of
 from .wanted import Wanted
 
 RESIDENT = Quant(8, 64)  # for floats: a head is small, and wrong drafts cost more than its bytes
@@ -53,16 +53,11 @@ class HeadWeights:
 
     def shapes(self) -> dict[str, mx.array]:
         """Its resident tensors by name, for callers that need only shapes and dtypes."""
-        dtypes = {name: dtype for dtype, name in DTYPES.items()}
-        written = (one for source in self.resident.sources for one in source.written)
-        return {one.name: mx.zeros(one.shape, dtypes[one.dtype]) for one in written}  # lazy
+        return shapes_of(self.resident.sources)
 
     def read(self) -> dict[str, mx.array]:
         """Its resident tensors by name. Raises ModelFileError: a file cannot be read, or a value is not finite."""
-        tensors: dict[str, mx.array] = {}
-        for source in self.resident.sources:
-            tensors.update(zip((one.name for one in source.written), source.arrays(), strict=True))
-        return tensors
+        return read_all(self.resident.sources)
 
     def records(self) -> np.ndarray:
         """Its experts [experts, words] uint32. Raises ModelFileError, as `read`."""

@@ -5,120 +5,66 @@ Resident tensors are those of the packed model, bit by bit; experts are pieces o
 that MLX has quantised can be used in place; others need a conversion.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import mlx.core as mx
-
 from ..errors import NotPackedError
-from ..files import JsonObject, read_json
-from ..formats.checkpoint import Checkpoint, Tensor, safetensors_files
+from ..formats.checkpoint import Checkpoint, Tensor
 from ..formats.in_place import InPlaceExperts, Spread
 from ..formats.record import Field, Record
-from ..formats.tables import TableFiles
-from ..quant import of_packed, unquantized
 from ..spec import ModelArgs
 from .expert_parts import SingleExperts
 from .gguf_experts import GgufExperts, ranges_of
-from .gguf_folder import described_files, open_source
 from .layer_files import LayerFile
+from .located import Located, open_source
 from .matrix import Matrix
-from .plan import ConversionPlan, make_plan, read_args
-from .resident import ResidentFile
-from .source_format import MXFP4, MXFP8, SourceFormat
-from .sources import DTYPES, Source
+from .plan import ConversionPlan, make_plan
 from .suggest import packing_command
-from .unit import Unit
 from .wanted import Wanted
-
-AS_PUBLISHED = (MXFP4, MXFP8)  # forms with MLX's bytes in files of any tool
 
 
 @dataclass(frozen=True)
 class InPlace:
-    """A checkpoint opened as a model."""
+    """A checkpoint opened as a model.
 
-    path: Path
+    Attributes:
+        files: all of the checkpoint.
+        plan: what a conversion would write.
+    """
+
     args: ModelArgs
     experts: InPlaceExperts
     files: tuple[Path, ...]
-    units: tuple[Unit, ...]  # the files that a conversion would write
-    tables: Mapping[int, TableFiles]  # files of n-grams, by layer
-
-    @property
-    def _sources(self) -> list[Source]:
-        files = (unit for unit in self.units if isinstance(unit, ResidentFile))
-        return [source for file in files for source in file.sources]
-
-    def shapes(self) -> dict[str, mx.array]:
-        """The resident tensors by name, as from `read`, for callers that need only shapes and dtypes."""
-        dtypes = {name: dtype for dtype, name in DTYPES.items()}
-        written = (one for source in self._sources for one in source.written)
-        return {one.name: mx.zeros(one.shape, dtypes[one.dtype]) for one in written}  # lazy
-
-    def read(self) -> dict[str, mx.array]:
-        """The resident tensors by name.
-
-        Raises:
-            ModelFileError: a file cannot be read, or a value is not finite.
-        """
-        tensors: dict[str, mx.array] = {}
-        for source in self._sources:
-            tensors.update(zip((one.name for one in source.written), source.arrays(), strict=True))
-        return tensors
+    plan: ConversionPlan
 
 
-def runs_in_place(path: Path, shards_in: Sequence[Path] = ()) -> bool:
-    """Whether `path` looks like a checkpoint that MLX quantised, or describes a GGUF.
-
-    Args:
-        shards_in: other directories of its safetensors files.
-
-    Raises:
-        ModelFileError: config.json cannot be read. ConfigError: it is of a model that does not run.
-    """
-    if described_files(path):
-        return True
-    if any(path.glob("resident*.safetensors")) or not safetensors_files(path, shards_in):  # half a packed model
-        return False
-    return states_mlx(read_json(path / "config.json"))
+def plan_in_place(
+    checkpoint: Checkpoint, args: ModelArgs, without_correction_bias: bool
+) -> tuple[ModelArgs, ConversionPlan]:
+    """The model as it is stored, and what a conversion of the checkpoint would write."""
+    plan = make_plan(checkpoint, args, Wanted(keeps_floats=True, without_correction_bias=without_correction_bias))
+    return plan.stored(args), plan
 
 
-def states_mlx(config: JsonObject) -> bool:
-    """Whether config.json says that everything is quantised by MLX, or in MLX's mxfp4 or mxfp8.
-
-    Raises:
-        ConfigError: it is of a model that does not run.
-    """
-    ModelArgs.from_dict(unquantized(config))
-    form = SourceFormat(config)
-    return form.mlx or form.stated is not None and form.stated.default in AS_PUBLISHED
-
-
-def open_in_place(path: Path, shards_in: Sequence[Path] = (), without_correction_bias: bool = False) -> InPlace:
+def open_in_place(located: Located, without_correction_bias: bool = False) -> InPlace:
     """Reads all headers, and no tensor.
 
     Args:
-        shards_in: as for `open_checkpoint`.
         without_correction_bias: as for `Wanted`.
 
     Raises:
         ConfigError, ModelFileError: the checkpoint is damaged.
     NotPackedError: it cannot be used in place; the message has the command.
     """
-    checkpoint = open_source(path, shards_in)
-    args = read_args(checkpoint)
-    wanted = Wanted(keeps_floats=True, without_correction_bias=without_correction_bias)
-    plan = make_plan(checkpoint, args, wanted)
-    args = replace(args, quantization=of_packed({"quantization": plan.quantization}))
-    tables = {table.layer: table.in_place() for table in plan.tables}
-    return InPlace(path, args, _experts(checkpoint, plan), checkpoint.files, plan.units, tables)
+    checkpoint = open_source(located)
+    args, plan = plan_in_place(checkpoint, located.args, without_correction_bias)
+    return InPlace(args, _experts(checkpoint, plan, bool(located.gguf)), checkpoint.files, plan)
 
 
-def _experts(checkpoint: Checkpoint, plan: ConversionPlan) -> InPlaceExperts:
+def _experts(checkpoint: Checkpoint, plan: ConversionPlan, is_gguf: bool) -> InPlaceExperts:
     files = [unit for unit in plan.units if isinstance(unit, LayerFile)]
-    if described_files(checkpoint.folder):
+    if is_gguf:
         ranges = {file.layer: ranges_of(file, plan.layout.num_experts) for file in files}
         return GgufExperts(plan.layout, ranges, {path: path.stat().st_size for path in checkpoint.files})
     fields = {file.layer: _spreads(file, plan.layout.num_experts) for file in files}

@@ -15,12 +15,13 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ConfigError
+from ..families.file_forms import HeadStack, stacks_of_heads
 from ..families.names import is_aside
 from ..files import JsonDict, JsonObject
 from ..formats.checkpoint import Tensor
 from ..formats.record import Field
-from ..kinds.mixer import HeadStack
 from ..model.tensors import stored_as
+from ..ops.forms import DTYPES
 from ..quant import DEFAULT, GLOBAL_SCALE, Quant
 from ..spec import ModelArgs
 from .aside import Copied
@@ -28,10 +29,9 @@ from .layer_files import LayerFile
 from .matrix import Matrix
 from .recipe import layer_of
 from .resident import ResidentPlan, TensorFile, in_files, override
-from .sources import DTYPES, MatrixSource, PlainSource, Source, WrittenTensor
+from .sources import MatrixSource, PlainSource, Source, WrittenTensor
 
 CENTRED = ("minimax_m3_vl",)  # families whose norms mlx-lm stores as weight - 1, too
-_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 STACKS = {"gpt_oss": "experts", "gemma4": "experts.switch_glu"}  # mlx-lm's names of stacks that are not switch_mlp
 # Model types that mlx-lm 0.32.2 loads as we write them: tests/packing/test_mlx_layout.py compares their logits.
@@ -157,7 +157,7 @@ def _as_published(args: ModelArgs, source: Source, name: _Names) -> Iterator[Sou
 def _split(args: ModelArgs, source: MatrixSource, path: str) -> list[MatrixSource]:
     """The stacks that take the place of a matrix of floats; none: it stays as it is."""
     layer, matrix = layer_of(source.pieces[0][0]), source.matrix
-    stacked = None if layer is None else args.mixers[layer].stacks_of_heads
+    stacked = None if layer is None else stacks_of_heads(args.mixers[layer])
     if stacked is None or not path.endswith(f".{stacked[0]}") or matrix.quant is not None:
         return []
     name, heads, stacks = stacked
@@ -202,7 +202,7 @@ class Plain:
 
     def arrays(self) -> Iterator[mx.array]:
         (array,) = self.source.arrays()
-        yield array.astype(_DTYPES[self.source.tensor.dtype])
+        yield array.astype(DTYPES[self.source.tensor.dtype])
 
 
 @dataclass(frozen=True)

@@ -3,24 +3,24 @@ place and planning a download use this too, so nothing in this module writes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import ConfigError, ModelFileError
 from ..families.registry import FAMILIES
-from ..files import JsonDict, JsonObject, read_json
+from ..files import JsonDict, JsonObject
 from ..formats.checkpoint import Checkpoint, Tensor
 from ..formats.owners import RankShare
 from ..formats.record import ExpertLayout, Record, expert_path
 from ..formats.tables import STEM
-from ..quant import Quant, parse, unquantized
+from ..quant import Quant, of_packed, parse, unquantized
 from ..spec import ModelArgs
 from .aside import aside_files
 from .expert_parts import find_experts
 from .layer_files import HeldLayerFile, LayerFile, PackedLayerFile, StripedLayerFile, packed_layers, plan_experts
 from .mlx_layout import MlxLayout, mlx_layout
 from .recipe import Recipe
-from .resident import ResidentPlan, override, plan_resident
+from .resident import ResidentFile, ResidentPlan, override, plan_resident
 from .sanitize import canonical_tensors
 from .source_format import SourceFormat
 from .sources import MatrixSource, Source
@@ -39,37 +39,60 @@ class Fallback:
     made: Quant
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What becomes of a checkpoint's tensors.
+
+    Attributes:
+        lossy: tensors that were already quantised and have to be quantised again.
+        fallbacks: matrices whose columns do not suit the form that was asked for, and what they get.
+        quantized: number of resident matrices that come as floats and are quantised.
+        made_experts: whether routed experts are quantised, from floats or again.
+        recipe: the forms that floats get; None: there are none.
+        left_out: number of tensors of image encoders and draft heads that mlx-lm's layout has no place for.
+    """
+
+    lossy: tuple[str, ...]
+    fallbacks: tuple[Fallback, ...]
+    quantized: int
+    made_experts: bool
+    recipe: Recipe | None
+    left_out: int = 0
+
+
 @dataclass(frozen=True)
 class ConversionPlan:
-    """The files to write, in order, and what goes into config.json. `recipe`: what floats were quantised by; None:
-    there were none. `rounds`: whether floats, or codes anew, are rounded. `index`: of mlx-lm's shards; None: the files
-    are those of a packed model. `fallbacks`: matrices whose form is not the recipe's. `left_out`: number of tensors
-    that are not written.
+    """The files to write, in order, and what goes into config.json. `rounds`: whether floats, or codes anew, are
+    rounded. `index`: of mlx-lm's shards; None: the files are those of a packed model.
     """
 
     layout: ExpertLayout
     units: tuple[Unit, ...]
     quantization: JsonObject
-    lossy: tuple[str, ...]
-    fallbacks: tuple["Fallback", ...]
-    quantized: int
-    made_experts: bool
+    outcome: Outcome
     rounds: bool
-    recipe: Recipe | None = None
     share: RankShare | None = None
     also: tuple[Path, ...] = ()
     tables: tuple[Table, ...] = ()
     index: bytes | None = None
-    left_out: int = 0
 
     @property
     def total_bytes(self) -> int:
         return sum(unit.size for unit in self.units)
 
+    @property
+    def sources(self) -> list[Source]:
+        """Those of the resident tensors."""
+        return [source for unit in self.units if isinstance(unit, ResidentFile) for source in unit.sources]
+
+    def stored(self, args: ModelArgs) -> ModelArgs:
+        """The model with the forms of its tensors."""
+        return replace(args, quantization=of_packed({"quantization": self.quantization}))
+
 
 def read_args(checkpoint: Checkpoint) -> ModelArgs:
-    generation = checkpoint.folder / "generation_config.json"
-    return ModelArgs.from_dict(unquantized(checkpoint.config), read_json(generation) if generation.exists() else None)
+    """The model of a checkpoint."""
+    return ModelArgs.from_file(checkpoint.folder, unquantized(checkpoint.config))
 
 
 def make_plan(
@@ -116,14 +139,18 @@ def make_plan(
     used = used.union(*(table.used for table in tables))
     _check_all_used(tensors, used)
     fallbacks += [one for source in resident.sources for one in _resident_fallbacks(args, wanted.recipe, source)]
-    recipe = wanted.recipe if made or resident.quantized else None
     rounds = made or resident.rounds or any(table.rounds for table in tables)
-    results = tuple(lossy), tuple(fallbacks), resident.quantized, made, rounds, recipe
+    outcome = Outcome(
+        lossy=tuple(lossy),
+        fallbacks=tuple(fallbacks),
+        quantized=resident.quantized,
+        made_experts=made,
+        recipe=wanted.recipe if made or resident.quantized else None,
+    )
     if as_mlx:
         mlx = _mlx_layout(args, resident, layers, checkpoint)
-        return ConversionPlan(
-            layout, tuple(mlx.files), mlx.quantization, *results, index=mlx.index(), left_out=mlx.left_out
-        )
+        outcome = replace(outcome, left_out=mlx.left_out)
+        return ConversionPlan(layout, tuple(mlx.files), mlx.quantization, outcome, rounds, index=mlx.index())
     units: tuple[Unit, ...] = (
         *resident.files(),
         *(table_files(tables) if tables else ()),
@@ -132,7 +159,7 @@ def make_plan(
     )
     stored_rows = {STEM.format(table.layer): override(table.shards[0].form.quant) for table in tables}
     quantization = _with_experts(resident.quantization() | stored_rows, layout, share is not None or bool(also))
-    return ConversionPlan(layout, units, quantization, *results, share, tuple(also), tuple(tables))
+    return ConversionPlan(layout, units, quantization, outcome, rounds, share, tuple(also), tuple(tables))
 
 
 def _expert_fallbacks(args: ModelArgs, recipe: Recipe, layer: int, record: Record) -> Iterator[Fallback]:

@@ -12,6 +12,7 @@ from typing import cast
 import mlx.core as mx
 
 from ..errors import ModelFileError
+from ..families.file_forms import telling_convolution
 from ..families.names import canonical_name, head_name, renamed
 from ..families.registry import FAMILIES
 from ..formats.checkpoint import Tensor
@@ -85,7 +86,7 @@ def has_zero_centred_norms(args: ModelArgs, tensors: Mapping[str, Tensor]) -> bo
     family = FAMILIES[args.model_type]
     if not family.zero_centred:
         return False
-    telling = ((i, mixer.telling_convolution) for i, mixer in enumerate(args.mixers))
+    telling = ((i, telling_convolution(mixer)) for i, mixer in enumerate(args.mixers))
     convolutions = [(i, *one) for i, one in telling if one is not None]
     if not convolutions:
         by_publisher = not any(".switch_mlp." in name for name in tensors)

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from ..errors import ModelFileError
 from ..files import sync, sync_folder
-from ..formats.packed import FOLDER, LAYOUT
+from ..formats.packed import FINISHED
 from ..formats.page_cache import drop_cached
 from .journal import Journal
 from .layer_files import LayerFile
@@ -155,7 +155,7 @@ class Scattering:
     def _begin(self) -> None:
         """Makes the files that are missing, full of holes; what the journal says of a lost one is forgotten."""
         if self.units:
-            (self.output.path / FOLDER / LAYOUT).unlink(missing_ok=True)  # so that an unfinished model is not loaded
+            (self.output.path / FINISHED).unlink(missing_ok=True)  # so that an unfinished model is not loaded
         for unit in self.units:
             file = self.output.partial(unit)
             if file.exists() and file.stat().st_size == unit.size:

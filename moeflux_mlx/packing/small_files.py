@@ -4,7 +4,7 @@ import json
 
 from ..files import tagged
 from ..formats.checkpoint import COPIED, GRIDS_LICENSE, RECIPE, Checkpoint
-from ..formats.packed import FOLDER, LAYOUT
+from ..formats.packed import FINISHED
 from ..quant import GRID, unquantized
 from .gguf_tables import license_text
 from .layer_files import layout_json
@@ -17,14 +17,14 @@ def small_files(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, bytes
     """Contents by name; the last one makes the directory a model."""
     copied = {name: (checkpoint.folder / name) for name in COPIED}
     files = {name: file.read_bytes() for name, file in copied.items() if file.is_file()}
-    files |= {} if plan.recipe is None else {RECIPE: plan.recipe.file()}
+    files |= {} if plan.outcome.recipe is None else {RECIPE: plan.outcome.recipe.file()}
     if _has_grids(plan):
         files[GRIDS_LICENSE] = license_text().encode()
     config = {**unquantized(checkpoint.config), "quantization": plan.quantization}
     files["config.json"] = (json.dumps(tagged(config), indent=2, ensure_ascii=False) + "\n").encode()
     if plan.index is not None:
         return {MLX_INDEX: plan.index, **files}
-    files[f"{FOLDER}/{LAYOUT}"] = layout_json(plan.layout, plan.share, plan.also)
+    files[FINISHED] = layout_json(plan.layout, plan.share, plan.also)
     return files
 
 

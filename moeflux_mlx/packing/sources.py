@@ -4,7 +4,7 @@ A source is described by shapes alone; `arrays` reads and converts its tensors.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..formats.checkpoint import ITEM_BYTES, Tensor
+from ..ops.forms import DTYPES
 from ..quant import GRID, Quant
 from .ggml import tables
 from .matrix import Matrix, finite
@@ -19,7 +20,6 @@ from .rounding import Alone, Rounding
 from .sanitize import add_one, channels_first
 
 MatrixPieces = tuple[tuple[str, np.ndarray | None], ...]
-DTYPES = {mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16", mx.uint32: "U32", mx.uint8: "U8"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,16 @@ class Source(Protocol):
     def tensors(self) -> tuple[Tensor, ...]: ...
 
     def arrays(self) -> Iterator[mx.array]: ...
+
+
+def shapes_of(sources: Iterable[Source]) -> dict[str, mx.array]:
+    """The tensors of sources by name, as lazy zeros: for callers that need only shapes and dtypes."""
+    return {one.name: mx.zeros(one.shape, DTYPES[one.dtype]) for source in sources for one in source.written}
+
+
+def read_all(sources: Iterable[Source]) -> dict[str, mx.array]:
+    """The tensors of sources by name. Raises ModelFileError: a file cannot be read, or a value is not finite."""
+    return {one.name: array for source in sources for one, array in zip(source.written, source.arrays(), strict=True)}
 
 
 @dataclass(frozen=True)
@@ -175,5 +185,5 @@ class MatrixSource:
                 return weight, scales, *third
             return weight, scales, *(mx.broadcast_to(part, (*self.matrix.shape[:-1], part.shape[-1])) for part in third)
         values = self.matrix.values()
-        kept = next(dtype for dtype, name in DTYPES.items() if name == self.dense)
+        kept = DTYPES[self.dense]
         return (finite(self.matrix.weight, values.astype(kept)),)

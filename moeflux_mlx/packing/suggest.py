@@ -8,7 +8,7 @@ from pathlib import Path
 from ..errors import NotPackedError
 from ..files import read_json, shown_gb
 from ..formats.gguf_file import SUFFIX
-from ..formats.packed import FOLDER, LAYOUT, STATE
+from ..formats.packed import FINISHED, STATE
 from ..formats.record import ExpertLayout, Quants, stated_quants
 from ..quant import EXPERTS, MLX_MODES, unquantized
 from ..rounding.methods import METHODS, MINMAX
@@ -42,7 +42,7 @@ def not_packed_error(source: str, folder: Path) -> NotPackedError:
     command = convert_command(source, f"{name}-moeflux")
     beside = "the checkpoint" if Path(source).exists() else "at most two of the checkpoint's files"
     return NotPackedError(
-        f"{source} is not packed (no {FOLDER}/{LAYOUT}); run: {command}  "
+        f"{source} is not packed (no {FINISHED}); run: {command}  "
         f"(the experts take {shown_gb(_layout(args, form).total_bytes)} of disk, besides {beside})"
     )
 

@@ -25,7 +25,7 @@ from ..formats.checkpoint import (
     shard_names,
 )
 from ..formats.hub import Repository, cached_snapshot, looks_like_repo
-from ..formats.packed import FOLDER, LAYOUT
+from ..formats.packed import FINISHED, is_packed
 from .journal import Listing, Shard
 
 INCOMING = ".shards"  # in the output
@@ -105,10 +105,10 @@ def _own_files(folder: Path, output: Path) -> "OwnFiles":
         )
     if listing is None and not folder.is_dir():
         raise ModelFileError(f"{folder} does not exist")
-    if listing is None and (folder / FOLDER / LAYOUT).exists():
+    if listing is None and is_packed(folder):
         raise ModelFileError(f"{folder} is already packed and has no shards to delete: leave --delete-source out")
     if listing is None and not any(folder.glob("*.safetensors")):
-        if (output / FOLDER / LAYOUT).exists():
+        if is_packed(output):
             raise ModelFileError(f"{output} is finished, and {folder} has no shards any more: there is nothing to do")
         raise ModelFileError(f"{folder} holds no *.safetensors, and nothing else is deleted: leave --delete-source out")
     return OwnFiles(folder, listing)
@@ -121,7 +121,7 @@ class Downloads:
 
     def __init__(self, repository: Repository, output: Path, listing: Listing | None, check: Callable[[Config], None]):
         """Brings the small files, at once; the rest as `find_supply`."""
-        if f"{FOLDER}/{LAYOUT}" in repository.files:
+        if FINISHED in repository.files:
             raise ModelFileError(f"{repository.name} is already packed; run it with --model {repository.name}")
         self.repository, self.folder = repository, output / INCOMING
         check(read_json(repository.snapshot(["config.json"]) / "config.json"))

@@ -13,6 +13,7 @@ from ..errors import ModelFileError
 from ..formats.checkpoint import Tensor
 from ..formats.tables import NARROW, STEM, WIDE, FileRows, RowForm, TableFiles, read_token_map
 from ..kinds import NGrams
+from ..ops.forms import DTYPES
 from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from .gguf_tensors import GgufTensor, values_of_rows
@@ -22,7 +23,7 @@ from .recipe import TABLES
 from .resident import TensorFile, in_files
 from .rounding import Rounding
 from .source_format import SourceFormat
-from .sources import DTYPES, WrittenTensor
+from .sources import WrittenTensor
 from .wanted import Wanted
 
 HASHES = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
@@ -57,7 +58,6 @@ class TableShard:
 
     def arrays(self) -> Iterator[mx.array]:
         """Rows of bytes."""
-        dtypes = {name: dtype for dtype, name in DTYPES.items()}
         if self.made is not None:
             parts = self.rounding.codes(self.name, self.matrix, self.made)
         elif self.matrix.quant is not None:
@@ -65,7 +65,7 @@ class TableShard:
         else:
             parts = (finite(self.matrix.weight, self.matrix.values()),)
         kinds = zip(parts, self.form.parts, strict=True)
-        rows = [mx.contiguous(part.astype(dtypes[dtype])).view(mx.uint8) for part, (_, dtype) in kinds]
+        rows = [mx.contiguous(part.astype(DTYPES[dtype])).view(mx.uint8) for part, (_, dtype) in kinds]
         yield mx.concatenate(rows, axis=1)
 
 

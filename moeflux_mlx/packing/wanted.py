@@ -14,7 +14,25 @@ from .gguf_forms import FORMS
 from .recipe import EXPERT_PARTS, PARTS, ROUTER_PART, TABLES, UNIFORM_RECIPE, Recipe
 from .rounding import Alone, Rounding
 
+# The arguments on which bytes depend, if they are given.
+STATED = ("q_bits", "q_group_size", "expert_bits", "down_bits", "q_mode", "q_type", "without_correction_bias")
 BESIDE_CODES = Quant(8, 64)  # a checkpoint that is published in codes has kept only its sensitive parts in floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forms:
+    """The arguments of `convert` that say what becomes of a matrix; `convert` explains them."""
+
+    q_bits: int | None = None
+    q_group_size: int | None = None
+    q_mode: str = DEFAULT.mode
+    q_type: str | None = None
+    expert_bits: int | None = None
+    down_bits: int | None = None
+    recipe: str | Path | Recipe | None = None
+    requantize: bool = False
+    rounding: str | Rounding = FIT
+    without_correction_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,59 +58,38 @@ class Wanted:
     without_correction_bias: bool = False
 
     @classmethod
-    def of(
-        cls,
-        q_bits: int | None = None,
-        q_group_size: int | None = None,
-        q_mode: str = DEFAULT.mode,
-        q_type: str | None = None,
-        expert_bits: int | None = None,
-        down_bits: int | None = None,
-        requantize: bool = False,
-        recipe: str | Path | Recipe | None = None,
-        rounding: str | Rounding = FIT,
-        without_correction_bias: bool = False,
-    ) -> "Wanted":
-        """Arguments as for `convert`.
-
-        Raises:
-            ConfigError: a form that is not computed, no recipe, or a method of rounding that is not known.
-            ModelFileError: the recipe's file is no JSON.
+    def of(cls, forms: Forms) -> "Wanted":
+        """Raises:
+        ConfigError: a form that is not computed, no recipe, or a method of rounding that is not known.
+        ModelFileError: the recipe's file is no JSON.
         """
+        rounding, recipe, q_type = forms.rounding, forms.recipe, forms.q_type
         if isinstance(rounding, str) and rounding not in METHODS:
             raise ConfigError(f"rounding {rounding!r} is not known; supported: {', '.join(METHODS)}")
         chosen = Recipe.of(recipe or (UNIFORM_RECIPE if q_type is None else "balanced"))
-        forms = {"q_bits": q_bits, "q_group_size": q_group_size, "expert_bits": expert_bits, "down_bits": down_bits}
-        options: dict[str, Any] = {name: value for name, value in forms.items() if value is not None}
-        if q_mode != DEFAULT.mode:
-            options["q_mode"] = q_mode
-        if q_type is not None:
-            options["q_type"] = q_type
-        if without_correction_bias:
-            options["without_correction_bias"] = True
+        options = {name: getattr(forms, name) for name in STATED if getattr(forms, name) != getattr(Forms, name)}
         if recipe is not None:
             options["recipe"] = chosen.to_json()
-        is_usual = recipe is None and not {"q_bits", "q_group_size", "q_mode", "q_type"} & options.keys()
-        if q_bits is not None or q_group_size is not None or q_mode != DEFAULT.mode:
-            usual: Mode | Quant = MLX_MODES.get(q_mode, DEFAULT)
-            bits = usual.bits if q_bits is None else q_bits
-            quant = _checked(Quant(bits, usual.group_size if q_group_size is None else q_group_size, q_mode))
+        of_floats = options.keys() & {"q_bits", "q_group_size", "q_mode"}
+        if of_floats:
+            usual: Mode | Quant = MLX_MODES.get(forms.q_mode, DEFAULT)
+            bits = usual.bits if forms.q_bits is None else forms.q_bits
+            group = usual.group_size if forms.q_group_size is None else forms.q_group_size
+            quant = _checked(Quant(bits, group, forms.q_mode))
             chosen = chosen.with_forms(dict.fromkeys((part for part in PARTS if part != ROUTER_PART), quant))
         if q_type is not None:
             chosen = chosen.with_forms(dict.fromkeys(EXPERT_PARTS, _of_type(q_type)))
-        chosen = _with_expert_bits(chosen, expert_bits, down_bits)
+        chosen = _with_expert_bits(chosen, forms.expert_bits, forms.down_bits)
         if options.keys() - {"recipe", "without_correction_bias"}:
             chosen = replace(chosen, name="from options")
-        named = not (expert_bits is None and down_bits is None and q_type is None and recipe is None)
-        options["requantize"] = requantize
         return cls(
             chosen,
-            requantize,
-            named,
-            is_usual,
-            options,
+            forms.requantize,
+            named=bool(options.keys() & {"expert_bits", "down_bits", "q_type", "recipe"}),
+            is_usual=not (of_floats or options.keys() & {"q_type", "recipe"}),
+            options={**options, "requantize": forms.requantize},
             rounding=Alone(rounding) if isinstance(rounding, str) else rounding,
-            without_correction_bias=without_correction_bias,
+            without_correction_bias=forms.without_correction_bias,
         )
 
     def check(self, is_calibrated: bool) -> None:

@@ -5,9 +5,8 @@ and commands that call it.
 """
 
 import os
-import warnings
 
-from ..errors import MoefluxWarning, RequestError
+from ..errors import RequestError, warn
 from ..experts.source import IoMode
 from .machine import WORKING_SET_SHARE, Figures, in_gb
 
@@ -82,6 +81,5 @@ def from_environment(option: str) -> str:
     value = os.environ.get("MOEFLUX_EXPERT_IO") or "auto"
     if option != "auto" or value in MODES:
         return value if option == "auto" else option
-    message = f"MOEFLUX_EXPERT_IO={value!r} is not {', '.join(MODES[:-1])} or {MODES[-1]}; using auto"
-    warnings.warn(message, MoefluxWarning, stacklevel=2)
+    warn(f"MOEFLUX_EXPERT_IO={value!r} is not {', '.join(MODES[:-1])} or {MODES[-1]}; using auto")
     return "auto"

@@ -10,12 +10,11 @@ import os
 import re
 import resource
 import sys
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from ..errors import MoefluxWarning, RequestError
+from ..errors import RequestError, warn
 
 OPERATIONS, WORDS = "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"
 SPINNING = "MLX_METAL_FAST_SYNCH"  # kernels then spin on the GPU until the host writes
@@ -50,17 +49,10 @@ def configure_mlx() -> None:
     Variables that the user has set stay. MLX reads them when its device is first used; a program that uses MLX before
     it loads a model calls this first. It gives a `MoefluxWarning` if MLX has already made arrays.
     """
-    configure_early(3)
-
-
-def configure_early(stacklevel: int) -> None:
-    """`configure_mlx`; the warning names the line that `warnings.warn` finds at `stacklevel`, from this function on."""
     if set_variables() and _has_begun():
-        warnings.warn(
+        warn(
             f"MLX was used before moeflux_mlx could set {WORDS} and {OPERATIONS}, so a GPU may take longer for each "
-            "token; call moeflux_mlx.configure_mlx() before the first array",
-            MoefluxWarning,
-            stacklevel=stacklevel,
+            "token; call moeflux_mlx.configure_mlx() before the first array"
         )
 
 

@@ -54,6 +54,7 @@ from ..errors import (
     SnapshotError,
     TruncatedError,
 )
+from ..families.file_forms import mflx_of
 from ..mixers.registry import by_layer, cache_numbers, make_caches
 from ..ops.launch import Shape
 from ..spec import ModelArgs
@@ -233,7 +234,7 @@ def _mflx(args: ModelArgs) -> tuple[int, ...] | None:
     interval = full[0] + 1
     is_alike = len({tuple(one.stored_shapes(1) for one in make_caches(args.mixers[i])) for i in full}) == 1
     is_regular = full == list(range(interval - 1, args.num_hidden_layers, interval))
-    parts = [mixer.mflx for mixer in args.mixers if mixer.mflx is not None]
+    parts = [one for mixer in args.mixers if (one := mflx_of(mixer)) is not None]
     if not (is_alike and is_regular and len(parts) == args.num_hidden_layers):
         return None
     conv, state, *latent = (next(filter(None, values), 0) for values in zip(*parts, strict=True))

@@ -2,8 +2,10 @@
 allows each.
 """
 
+import os
 import time
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -13,7 +15,7 @@ from ..opening.kernel_cache import CHECKED, SEQUENCES, compiler_here, threads_al
 from ..opening.launches import TOKENS, launches_of
 from ..opening.random_weights import Shapes
 from ..ops.kernel_files import Program
-from ..ops.tiles import CODE, TRIED, Tiles, joined
+from ..ops.tiles import CODE, TRIED, Tiles, merged
 
 FEW_MODELS = 3  # whose texts with the tiles that are tried are compiled
 
@@ -68,21 +70,35 @@ def compiler_of(target: str) -> Callable[[Program], int | None]:
     return compiled
 
 
-def programs_of_variants(names: Sequence[str], target: str, dtype: mx.Dtype) -> Generator[Program, None, None]:
+def compiled_in_time(programs: Sequence[Program], target: str, budget: float) -> Generator[Built, None, None]:
+    """Compiles programs for the GPU `target`, the first ones first, as many as `budget` seconds allow."""
+    compiled, end = compiler_of(target), time.perf_counter() + budget
+
+    def in_time(program: Program) -> Built | None:
+        return built(program, compiled) if time.perf_counter() < end else None
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # MLX compiles for Metal in this thread alone; NVIDIA's compiler runs in several at the same time.
+        for one in (pool.map if target == "cuda" else map)(in_time, programs):
+            if one is None:
+                return
+            yield one
+
+
+def programs_of_variants(names: Sequence[str], target: str, dtype: mx.Dtype) -> list[Program]:
     """Every kernel that these known models run on `target`, identical ones once: first those of the first models that
     only `moeflux tune` chooses, then those of one text for all models, then those of several rows in a step.
     """
-    seen, one_text = set[object](), ((*TOKENS, 3), (), ())
+    one_text = (*TOKENS, 3), (), ()
     cases = (
-        (names[:FEW_MODELS], Tiles(joined(TRIED[target])), one_text),
+        (names[:FEW_MODELS], Tiles(merged(TRIED[target])), one_text),
         (names, CODE, one_text),
         (names, CODE, ((1,), SEQUENCES, CHECKED)),
     )
+    programs: dict[object, Program] = {}
     for some, tiles, counts in cases:
         for name in some:
-            shapes = Shapes.of_variant(name, dtype)
-            with closing(launches_of(shapes, target, tiles, *counts)) as steps:
+            with closing(launches_of(Shapes.of_variant(name, dtype), target, tiles, *counts)) as steps:
                 for program in (program for step in steps for program in step.programs):
-                    if program.key not in seen:
-                        seen.add(program.key)
-                        yield program
+                    programs.setdefault(program.key, program)
+    return list(programs.values())

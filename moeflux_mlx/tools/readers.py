@@ -15,9 +15,10 @@ from ..driving.prefill import span_lengths
 from ..model.decoder import Model
 from ..opening.engine import Engine
 from ..ops import backend, native
+from ..packing.located import Located
 from ..planning.machine import checked_dtype
 from ..spec import ModelArgs
-from ..text.tokenizer import TokenizerWrapper, load_tokenizer
+from ..text.tokenizer import TokenizerWrapper
 
 TokensDone = Callable[[int], object]  # called with the number of tokens done
 
@@ -95,8 +96,7 @@ class LayerReader:
     """A `TextReader` that has one layer's weights and one expert in memory at a time, in floats (`LayerRun`).
 
     Args:
-        path: a packed model, or a checkpoint in any form that `convert` reads.
-        shards_in: as for `open_layers`.
+        located: a packed model, or a checkpoint in any form that `convert` reads.
         dtype: of activations; None: as for `load`.
         without_correction_bias: as for `load`.
 
@@ -104,16 +104,10 @@ class LayerReader:
         ConfigError, ModelFileError, TokenizerError: the directory cannot be used. RequestError: no such dtype.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        shards_in: Sequence[Path] = (),
-        dtype: mx.Dtype | None = None,
-        without_correction_bias: bool = False,
-    ):
-        self._weights = open_layers(path, shards_in, without_correction_bias)
+    def __init__(self, located: Located, dtype: mx.Dtype | None = None, without_correction_bias: bool = False):
+        self._weights = open_layers(located, without_correction_bias)
         self._dtype = checked_dtype(dtype)
-        self.args, self.tokenizer = self._weights.args, load_tokenizer(path)
+        self.args, self.tokenizer = self._weights.args, located.tokenizer
         self._folder = tempfile.TemporaryDirectory(prefix="moeflux-layers-")
         self._run: LayerRun | None = None
 

@@ -29,7 +29,7 @@ from ..ops.expert_rows import refusal
 from ..ops.experts import chosen_ffn, expert_ffn
 from ..ops.grouped import GroupedRows
 from ..ops.streams import spread
-from ..ops.tiles import MAX_TOKENS, TRIED, TileChanges, Tiles, joined, using
+from ..ops.tiles import MAX_TOKENS, TRIED, TileChanges, Tiles, merged, using
 
 WORTH = 1.02  # tiles are kept if they are faster by this factor
 ROUNDS = 11  # pairs of measurements, of which the median counts
@@ -155,7 +155,7 @@ def tune(shapes: Shapes, seconds: float) -> Iterator[tuple[TileChanges, float]]:
         for changes in tried:
             if time.monotonic() >= end:
                 return
-            other = Tiles(joined([found.found, changes]))
+            other = Tiles(merged([found.found, changes]))
             gain = measured(work, found, other)
             found = other if gain >= WORTH else found
             yield changes, gain

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -14,6 +13,7 @@ from ..formats.checkpoint import Tensor, merge_tensors, read_header, safetensors
 from ..model.images import ImageRows, ImageSource
 from ..ops.limits import within_limits
 from ..packing.aside import NAME
+from ..packing.located import Located
 from ..spec import ModelArgs, family_name
 from .encoder import KINDS, SCORES_COPIES, Encoder, EncoderKind, is_installed, not_installed, plain_name
 from .pixels import IMAGE_ROWS, Processor, processor_of
@@ -74,18 +74,18 @@ class VisionFiles:
         return PictureReader(self.processor, self.token, self.by_axes, rows)
 
 
-def find_vision(path: Path, args: ModelArgs, shards_in: Sequence[Path] = ()) -> VisionFiles | None:
+def find_vision(located: Located, args: ModelArgs) -> VisionFiles | None:
     """The image encoder of a packed model or of a checkpoint; None: it has none, or one that is not known.
 
     Raises:
         ConfigError: a value that the encoder needs is not usable. ModelFileError: a file cannot be read.
     """
-    config = read_json(path / "config.json")
+    path, config = located.path, located.config
     if _kind_of(config) is None:
         return None
     aside = path / NAME
     packed = any(path.glob("resident*.safetensors"))
-    files = ([aside] if aside.exists() else []) if packed else safetensors_files(path, shards_in)
+    files = ([aside] if aside.exists() else []) if packed else safetensors_files(path, located.shards_in)
     settings = read_json(path / PREPROCESSOR) if (path / PREPROCESSOR).exists() else {}
     return vision_of(config, settings, merge_tensors(map(read_header, files)), args)
 
@@ -162,26 +162,22 @@ def checked_rows(rows: int) -> int:
     return rows
 
 
-def open_vision(
-    path: Path, args: ModelArgs, shards_in: Sequence[Path] = (), wanted: bool = True
-) -> "VisionFiles | NoVision":
+def open_vision(located: Located, args: ModelArgs, wanted: bool = True) -> "VisionFiles | NoVision":
     """The `Vision` of a model, or a `NoVision` with the reason.
 
     Raises:
         ConfigError, ModelFileError: as `find_vision`.
     """
-    return usable(find_vision(path, args, shards_in) if wanted else None, args, wanted)
+    return usable(find_vision(located, args) if wanted else None, args, wanted)
 
 
-def open_reader(
-    path: Path, args: ModelArgs, shards_in: Sequence[Path] = (), wanted: bool = True, rows: int = IMAGE_ROWS
-) -> "PictureReader | NoVision":
+def open_reader(located: Located, wanted: bool = True, rows: int = IMAGE_ROWS) -> "PictureReader | NoVision":
     """The reader that a model's `Vision` has, without the encoder's tensors.
 
     Raises:
         ConfigError, ModelFileError: as `find_vision`.
     """
-    files = open_vision(path, args, shards_in, wanted)
+    files = open_vision(located, located.args, wanted)
     return files if isinstance(files, NoVision) else files.reader(rows)
 
 

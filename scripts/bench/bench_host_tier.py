@@ -27,6 +27,7 @@ from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.opening.engine import Engine, open_engine
 from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.ops import backend
+from moeflux_mlx.packing.located import Located
 
 AT_ONCE = 10  # records that are copied at a time: a token's of one layer
 
@@ -63,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def opened(options: argparse.Namespace, on_host: bool) -> Engine:
-    total = open_weights(options.model).experts.layout.total_bytes
+    total = open_weights(Located(options.model)).experts.layout.total_bytes
     engine = open_engine(
         options.model,
         dtype=mx.bfloat16,

@@ -56,11 +56,12 @@ def ours_gpu(options: Namespace) -> Timed:
     from moeflux_mlx import configure_mlx, load_model
     from moeflux_mlx.driving.generation import generate_step
     from moeflux_mlx.opening.weights import open_weights
+    from moeflux_mlx.packing.located import Located
 
     configure_mlx()
     choice: dict = {}
     if options.share is not None:
-        total = open_weights(options.model).experts.layout.total_bytes
+        total = open_weights(Located(options.model)).experts.layout.total_bytes
         choice = {"expert_io": "pread", "expert_cache_bytes": int(options.share * total), "warm_start": "off"}
     model = load_model(options.model, context=context(options), **choice)
     rng = np.random.default_rng(0)

@@ -27,7 +27,8 @@ from moeflux_mlx.calibration.convert import Calibration, convert_calibrated
 from moeflux_mlx.calibration.layers import LayerRun
 from moeflux_mlx.calibration.weights import open_layers
 from moeflux_mlx.formats.packed import open_packed
-from moeflux_mlx.packing.convert import convert
+from moeflux_mlx.packing.convert import ConvertSettings, convert
+from moeflux_mlx.packing.located import Located
 from moeflux_mlx.packing.recipe import Recipe
 from moeflux_mlx.spec import ModelArgs
 from moeflux_mlx.text.tokenizer import load_tokenizer
@@ -117,13 +118,13 @@ def made(case: str, options: argparse.Namespace, path: Path) -> None:
         target_bits=float(number) if how == "budget" else None,
         dtype=mx.float32,
     )
-    convert_calibrated(options.model, path, calibration, recipe)
+    convert_calibrated(ConvertSettings(options.model, path, recipe=recipe), calibration)
 
 
 def floats(path: Path, texts: list[np.ndarray]) -> list[np.ndarray]:
     """Returns the logarithms of the probabilities [L, V] that the checkpoint's floats give, for each text."""
     with tempfile.TemporaryDirectory() as folder:
-        run = LayerRun(open_layers(path), texts, Path(folder), mx.float32)
+        run = LayerRun(open_layers(Located(path)), texts, Path(folder), mx.float32)
         run.run()
         head = run.head()
         return [log_softmax(mx.array(np.array(head(hidden)))) for hidden in run.hidden()]

@@ -38,6 +38,7 @@ from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.ops import backend, native
+from moeflux_mlx.packing.located import Located
 from moeflux_mlx.planning.settings import configure_mlx
 from moeflux_mlx.several import ranks as several_ranks
 from moeflux_mlx.several.group import Exchange
@@ -184,7 +185,7 @@ def work(options: argparse.Namespace) -> dict:
 def opened(options: argparse.Namespace, link: Link | None):
     """Opens the model with a pool as large as the options say."""
     ranks = None if link is None else Ranks(Exchange(link), say=lambda text: print(text, file=sys.stderr))
-    total = open_weights(options.model).experts.layout.total_bytes
+    total = open_weights(Located(options.model)).experts.layout.total_bytes
     longest = max(options.prompt_tokens, options.first_tokens or 0)
     return open_engine(
         options.model,

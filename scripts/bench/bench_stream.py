@@ -57,6 +57,7 @@ from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.opening.engine import Engine, open_engine
 from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.ops import backend
+from moeflux_mlx.packing.located import Located
 from moeflux_mlx.spec import ModelArgs, variants
 
 GROUPS = Path("/sys/fs/cgroup")
@@ -365,7 +366,7 @@ def bench_places(options: argparse.Namespace) -> dict:
         return inside(["places", *given], limits(options, memory=False))
     engines = {}
     for name, path in (("packed", options.model), ("in place", options.checkpoint)):
-        packed = open_weights(options.model).experts.layout.total_bytes
+        packed = open_weights(Located(options.model)).experts.layout.total_bytes
         engines[name] = open_engine(
             path,
             expert_io="pread",
@@ -398,7 +399,7 @@ def bench_drives(options: argparse.Namespace) -> dict:
         return inside(["drives", *given], throttle([options.model, options.one], options.drive_mbps))
     engines = {}
     for name, path in (("one", options.one), ("several", options.model)):
-        pool = int(options.share * open_weights(path).experts.layout.total_bytes)
+        pool = int(options.share * open_weights(Located(path)).experts.layout.total_bytes)
         engines[name] = open_engine(path, expert_io="pread", expert_cache_bytes=pool, context=512, warm_start="off")
     runs: dict[str, list] = {name: [] for name in engines}
     for i in range(-1, options.rounds):  # the first round warms up
@@ -455,7 +456,7 @@ def bench_load(options: argparse.Namespace) -> dict:
     process. New memory must be cleared by the system first, so this is the rate that a loader can reach at most. A
     first loading does not count, so that a virtual machine already has its memory.
     """
-    files = open_weights(options.model).experts
+    files = open_weights(Located(options.model)).experts
     wanted = sum(record.size for record in files.layout.records.values()) * files.layout.num_experts
     check = getattr(files, "check_scales", None)
     bare: dict[str, dict[int, list]] = {kind: {count: [] for count in THREADS} for kind in ("reused", "fresh")}
@@ -702,7 +703,7 @@ def limits(options: argparse.Namespace, memory: bool = True) -> dict[str, str]:
 
 def throttle(models: list[Path], mbps: float) -> dict[str, str]:
     """Returns the same for the speed of each drive that holds experts of these models."""
-    devices = {path.stat().st_dev for model in models for path in open_weights(model).experts.sizes}
+    devices = {path.stat().st_dev for model in models for path in open_weights(Located(model)).experts.sizes}
     lines = [f"{os.major(device)}:{os.minor(device)} {int(mbps * 1e6)}" for device in sorted(devices)]
     return {"blkio/blkio.throttle.read_bps_device": "\n".join(lines)}
 

@@ -22,11 +22,12 @@ from moeflux_mlx.calibration.budget import spend
 from moeflux_mlx.calibration.convert import Calibration, convert_calibrated, plan_calibrated
 from moeflux_mlx.calibration.errors import Option
 from moeflux_mlx.calibration.layers import LayerRun
-from moeflux_mlx.calibration.weights import CheckpointWeights
+from moeflux_mlx.calibration.weights import open_layers
 from moeflux_mlx.convert import main as convert_command
 from moeflux_mlx.errors import ConfigError, RequestError
 from moeflux_mlx.formats.packed import open_packed
-from moeflux_mlx.packing.convert import convert
+from moeflux_mlx.packing.convert import ConvertSettings, convert
+from moeflux_mlx.packing.located import Located
 from moeflux_mlx.packing.recipe import Recipe, read_recipe
 from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs
@@ -81,7 +82,7 @@ def test_a_model_is_what_its_run_has_computed(tmp_path, checkpoint, monkeypatch,
     original = rounding.RoundingRun.run
     monkeypatch.setattr(rounding.RoundingRun, "run", run)
     recipe = Recipe.from_json(RECIPE, "mine", "test")
-    convert_calibrated(path, tmp_path / "out", calibration(tmp_path, text, method), recipe)
+    convert_calibrated(ConvertSettings(path, tmp_path / "out", recipe=recipe), calibration(tmp_path, text, method))
     assert not (tmp_path / "work").exists()
     model = load_model(tmp_path / "out", dtype=mx.float32, set={"cpu_activations": 24})
     for tokens, hidden in zip(kept["texts"], kept["hidden"], strict=True):
@@ -97,13 +98,13 @@ def test_gptq_changes_less_of_what_the_experts_give(tmp_path, checkpoint):
     for name in ("floats", "minmax", "gptq"):
         out = tmp_path / name
         if name == "gptq":
-            convert_calibrated(path, out, calibration(tmp_path, text), recipe)
+            convert_calibrated(ConvertSettings(path, out, recipe=recipe), calibration(tmp_path, text))
         elif name == "minmax":
             convert(path, out, recipe=recipe, rounding="minmax")
         else:
             out = path
         tokens = np.arange(5, 60) % 250
-        run = LayerRun(CheckpointWeights(path), [tokens], tmp_path / "run", mx.float32) if name == "floats" else None
+        run = LayerRun(open_layers(Located(path)), [tokens], tmp_path / "run", mx.float32) if name == "floats" else None
         if run is not None:
             run.run()
             logits[name] = np.array(run.head()(next(iter(run.hidden()))))
@@ -117,7 +118,10 @@ def test_gptq_changes_less_of_what_the_experts_give(tmp_path, checkpoint):
 def test_experts_that_no_row_chose_are_rounded_for_the_rows_of_others(tmp_path, checkpoint):
     path, text = checkpoint("qwen3_moe")
     text.write_text("a")
-    convert_calibrated(path, tmp_path / "out", calibration(tmp_path, text), Recipe.from_json(RECIPE, "mine", "test"))
+    convert_calibrated(
+        ConvertSettings(path, tmp_path / "out", recipe=Recipe.from_json(RECIPE, "mine", "test")),
+        calibration(tmp_path, text),
+    )
     model = load_model(tmp_path / "out", dtype=mx.float32)
     assert mx.isfinite(model(mx.array([[3, 4, 5]]))).all()
 
@@ -126,7 +130,7 @@ def test_experts_that_no_row_chose_are_rounded_for_the_rows_of_others(tmp_path, 
 def test_a_killed_conversion_continues_to_the_same_bytes(tmp_path, checkpoint, monkeypatch):
     path, text = checkpoint("qwen3_moe")
     recipe, given_text = Recipe.from_json(RECIPE, "mine", "test"), calibration(tmp_path, text)
-    convert_calibrated(path, tmp_path / "whole", given_text, recipe)
+    convert_calibrated(ConvertSettings(path, tmp_path / "whole", recipe=recipe), given_text)
     write = rounding.write_tensors
     for survived in range(3):
         written = []
@@ -139,9 +143,9 @@ def test_a_killed_conversion_continues_to_the_same_bytes(tmp_path, checkpoint, m
 
         monkeypatch.setattr(rounding, "write_tensors", failing)
         with pytest.raises(KeyboardInterrupt):
-            convert_calibrated(path, tmp_path / "killed", given_text, recipe)
+            convert_calibrated(ConvertSettings(path, tmp_path / "killed", recipe=recipe), given_text)
     monkeypatch.undo()
-    convert_calibrated(path, tmp_path / "killed", given_text, recipe)
+    convert_calibrated(ConvertSettings(path, tmp_path / "killed", recipe=recipe), given_text)
     names = [str(one.relative_to(tmp_path / "whole")) for one in (tmp_path / "whole").rglob("*") if one.is_file()]
     names = [name for name in names if "state" not in name]
     same, different, missing = filecmp.cmpfiles(tmp_path / "whole", tmp_path / "killed", names, shallow=False)
@@ -150,7 +154,7 @@ def test_a_killed_conversion_continues_to_the_same_bytes(tmp_path, checkpoint, m
 
 def test_a_budget_is_kept_and_its_recipe_can_be_used_again(tmp_path, checkpoint):
     path, text = checkpoint("qwen3_moe")
-    convert_calibrated(path, tmp_path / "out", calibration(tmp_path, text, "fit", target_bits=4.1))
+    convert_calibrated(ConvertSettings(path, tmp_path / "out"), calibration(tmp_path, text, "fit", target_bits=4.1))
     args = ModelArgs.from_file(tmp_path / "out")
     layout = open_packed(tmp_path / "out", args).layout
     projections = [one for record in layout.records.values() for one in record.projections]
@@ -169,30 +173,30 @@ def test_the_disk_holds_codes_beside_the_model_and_what_is_there_counts(tmp_path
     monkeypatch.setattr(conversion, "check_space", lambda folder, nbytes: needed.append(nbytes))
     monkeypatch.setattr(conversion.shutil, "rmtree", lambda *given, **more: None)
     made = calibration(tmp_path, text, "fit", tokens=4)
-    convert_calibrated(path, tmp_path / "out", made, Recipe.from_json(RECIPE, "mine", "test"))
+    convert_calibrated(ConvertSettings(path, tmp_path / "out", recipe=Recipe.from_json(RECIPE, "mine", "test")), made)
     codes = [one for file in work.glob("codes-*") for one in mx.load(str(file)).values()]
     hidden = [one for file in work.glob("hidden-*") for one in mx.load(str(file)).values()]
     packed = sum(file.stat().st_size for file in (tmp_path / "out").rglob("*.bin"))
     assert needed[0] >= sum(one.nbytes for one in codes + hidden) + packed
-    convert_calibrated(path, tmp_path / "out", made, Recipe.from_json(RECIPE, "mine", "test"))
+    convert_calibrated(ConvertSettings(path, tmp_path / "out", recipe=Recipe.from_json(RECIPE, "mine", "test")), made)
     assert needed[1] <= needed[0] - sum(one.nbytes for one in codes + hidden)
 
 
 @pytest.mark.usefixtures("one_turn")
 def test_a_limit_of_memory_decides_how_many_experts_are_rounded_together(tmp_path, checkpoint, monkeypatch):
     path, text = checkpoint("qwen3_moe")
-    plain = plan_calibrated(path, calibration(tmp_path, text))
+    plain = plan_calibrated(ConvertSettings(path, tmp_path), calibration(tmp_path, text))
     dense = 5 * 3 + 1  # attention's four and the router of each layer, and the head
     assert (plain.together, plain.factorisations, plain.columns) == (16, 2 * 16 * 3 + dense, 256)
     limits = (calibration(tmp_path, text, memory_gb=share * plain.memory / 1e9) for share in np.arange(1, 0, -0.01))
-    less = next(one for one in limits if plan_calibrated(path, one).together == 5)
+    less = next(one for one in limits if plan_calibrated(ConvertSettings(path, tmp_path), one).together == 5)
     sizes, gptq = [], rounding.gptq
     monkeypatch.setattr(rounding, "gptq", lambda values, *more: sizes.append(len(values)) or gptq(values, *more))
     recipe = Recipe.from_json({**EXPERTS, "router": "float", "default": "float"}, "mine", "test")
-    convert_calibrated(path, tmp_path / "out", less, recipe)
+    convert_calibrated(ConvertSettings(path, tmp_path / "out", recipe=recipe), less)
     assert sizes == [5, 5, 5, 5, 5, 5, 1, 1] * 3  # gate and up together, then down
     with pytest.raises(ConfigError, match="takes at least 0.00 GB of memory; the limit is 0.00 GB; give more, or"):
-        plan_calibrated(path, calibration(tmp_path, text, memory_gb=1e-4))
+        plan_calibrated(ConvertSettings(path, tmp_path), calibration(tmp_path, text, memory_gb=1e-4))
 
 
 def test_the_command_says_what_it_would_take(tmp_path, checkpoint, capsys):
@@ -209,7 +213,9 @@ def test_a_size_is_kept(tmp_path, checkpoint):
     convert(path, tmp_path / "plain", recipe="balanced")
     size = sum(one.stat().st_size for one in (tmp_path / "plain").rglob("*.bin"))
     size += sum(one.stat().st_size for one in (tmp_path / "plain").rglob("*.safetensors"))
-    convert_calibrated(path, tmp_path / "out", calibration(tmp_path, text, "fit", target_gb=size * 0.9 / 1e9))
+    convert_calibrated(
+        ConvertSettings(path, tmp_path / "out"), calibration(tmp_path, text, "fit", target_gb=size * 0.9 / 1e9)
+    )
     files = [*(tmp_path / "out").rglob("*.bin"), *(tmp_path / "out").rglob("*.safetensors")]
     assert 0.6 * size < sum(one.stat().st_size for one in files) <= 0.9 * size
 
@@ -232,12 +238,9 @@ def test_a_size_is_kept(tmp_path, checkpoint):
 def test_what_cannot_be_is_said(tmp_path, checkpoint, more, message):
     path, text = checkpoint("qwen3_moe")
     calibrated = Calibration(tmp_path / "work", [text], **{"dtype": mx.float32, **more})
-    for called in (
-        functools.partial(convert_calibrated, path, tmp_path / "out"),
-        functools.partial(plan_calibrated, path),
-    ):
+    for called in (convert_calibrated, plan_calibrated):
         with pytest.raises(ConfigError, match=message):
-            called(calibrated)
+            called(ConvertSettings(path, tmp_path / "out"), calibrated)
     assert not (tmp_path / "work").exists()  # nothing was measured
 
 
@@ -261,7 +264,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path, checkpoint, capsys):
 def test_a_text_that_never_ends_is_refused(tmp_path, checkpoint):
     path, _ = checkpoint("qwen3_moe")
     with pytest.raises(RequestError, match="cannot be read: it is a device or a socket; give a regular file"):
-        convert_calibrated(path, tmp_path / "out", calibration(tmp_path, "/dev/zero"))
+        convert_calibrated(ConvertSettings(path, tmp_path / "out"), calibration(tmp_path, "/dev/zero"))
 
 
 def test_a_pipe_that_ends_is_a_text(tmp_path, checkpoint):
@@ -269,7 +272,7 @@ def test_a_pipe_that_ends_is_a_text(tmp_path, checkpoint):
     reading, writing = os.pipe()
     os.write(writing, TEXT.encode())
     os.close(writing)
-    plan_calibrated(path, calibration(tmp_path, f"/dev/fd/{reading}"))
+    plan_calibrated(ConvertSettings(path, tmp_path), calibration(tmp_path, f"/dev/fd/{reading}"))
     os.close(reading)
 
 

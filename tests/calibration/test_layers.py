@@ -9,6 +9,7 @@ from tiny_models import tiny_directory, tiny_model, use_plain_operations
 from moeflux_mlx.calibration.layers import LayerRun
 from moeflux_mlx.calibration.weights import open_layers
 from moeflux_mlx.errors import NotPackedError, RequestError
+from moeflux_mlx.packing.located import Located
 
 TOLERANCE = 2e-4  # maximal absolute error of logits with standard deviation 1, float32
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -17,7 +18,7 @@ DENSE = [family for family in goldens.FAMILIES if goldens.golden_path(family, "d
 
 def logits_of(path, texts, folder, **options):
     """Returns the logits [T, V] of each text."""
-    run = LayerRun(open_layers(path), texts, folder, mx.float32, **options)
+    run = LayerRun(open_layers(Located(path)), texts, folder, mx.float32, **options)
     run.run()
     head = run.head()
     return [np.array(head(hidden)) for hidden in run.hidden()]
@@ -96,7 +97,7 @@ def contents(folder):
 
 @pytest.mark.parametrize("family", ["qwen4_exp", "glm_moe_dsa"])
 def test_a_run_that_was_killed_ends_with_the_same_bytes(tmp_path, family):
-    weights, texts = open_layers(tiny_directory(family, "hub")), texts_of(family)
+    weights, texts = open_layers(Located(tiny_directory(family, "hub"))), texts_of(family)
 
     def made(folder):
         return LayerRun(weights, texts, folder, mx.float32, rows_at_once=40)
@@ -136,7 +137,7 @@ def test_a_run_that_was_killed_ends_with_the_same_bytes(tmp_path, family):
     ],
 )
 def test_a_folder_of_another_run_is_refused(tmp_path, change):
-    weights = open_layers(tiny_directory("qwen3_moe", "hub"))
+    weights = open_layers(Located(tiny_directory("qwen3_moe", "hub")))
     given = {"texts": [np.array([1, 2, 3])], "dtype": mx.float32}
     LayerRun(weights, folder=tmp_path, **given)
     key = {"name": "weights"}.get(next(iter(change)), next(iter(change)))
@@ -145,7 +146,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path, change):
 
 
 def test_one_run_at_a_time(tmp_path):
-    weights, texts = open_layers(tiny_directory("qwen3_moe", "hub")), [np.array([1, 2, 3])]
+    weights, texts = open_layers(Located(tiny_directory("qwen3_moe", "hub"))), [np.array([1, 2, 3])]
     other = LayerRun(weights, texts, tmp_path, mx.float32)
     messages = []
 
@@ -169,9 +170,9 @@ def test_one_run_at_a_time(tmp_path):
 )
 def test_impossible_texts(tmp_path, texts, message):
     with pytest.raises(RequestError, match=message):
-        LayerRun(open_layers(tiny_directory("qwen3_moe", "hub")), texts, tmp_path, mx.float32)
+        LayerRun(open_layers(Located(tiny_directory("qwen3_moe", "hub"))), texts, tmp_path, mx.float32)
 
 
 def test_other_tools_records_are_converted_first(tmp_path):
     with pytest.raises(NotPackedError, match="another tool's packed experts; convert it first"):
-        open_layers(goldens.write_variant(tmp_path / "model", "qwen3_5_moe", "moeflux"))
+        open_layers(Located(goldens.write_variant(tmp_path / "model", "qwen3_5_moe", "moeflux")))

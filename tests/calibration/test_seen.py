@@ -14,6 +14,8 @@ from moeflux_mlx.calibration.seen import SeenLayer
 from moeflux_mlx.calibration.weights import open_layers
 from moeflux_mlx.experts.routing import Routing
 from moeflux_mlx.layers import Weight
+from moeflux_mlx.packing.convert import ConvertSettings
+from moeflux_mlx.packing.located import Located
 from moeflux_mlx.packing.recipe import Recipe
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
@@ -32,7 +34,7 @@ class SeeingRun(LayerRun):
 
 def seen_by(family, folder, rows_at_once=1 << 16):
     tokens, _ = goldens.golden(family)
-    weights = open_layers(tiny_directory(family, "hub"))
+    weights = open_layers(Located(tiny_directory(family, "hub")))
     run = SeeingRun(weights, [tokens, tokens[:20]], folder, mx.float32, rows_at_once=rows_at_once)
     run.run()
     return run.seen, np.concatenate([tokens, tokens[:20]])
@@ -67,7 +69,8 @@ def test_rows_of_experts_are_those_that_chose_them(tmp_path):
 @pytest.mark.parametrize("at_once", [4, 1 << 14])
 def test_experts_one_by_one_are_those_of_numpy(monkeypatch, at_once, products):
     monkeypatch.setattr("moeflux_mlx.calibration.experts.ROWS_AT_ONCE", at_once)
-    weights, model = open_layers(tiny_directory("qwen3_moe", "hub")), tiny_model("qwen3_moe", mx.float32, "hub")
+    weights = open_layers(Located(tiny_directory("qwen3_moe", "hub")))
+    model = tiny_model("qwen3_moe", mx.float32, "hub")
     seen = SeenLayer(1, model.layers[1], products)
     rng = np.random.default_rng(3)
     T, E, H = 30, weights.args.num_experts, weights.args.hidden_size
@@ -120,8 +123,8 @@ def test_a_down_projection_makes_up_for_what_gate_and_up_have_lost(tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     recipe = Recipe.from_json({"gate_up": 2, "down": 8, "default": "float"}, "mine", "test")
     calibration = Calibration(tmp_path / "work", [tmp_path / "text.txt"], "gptq", dtype=mx.float32)
-    convert_calibrated(path, tmp_path / "out", calibration, recipe)
-    floats, codes = open_layers(path), open_layers(tmp_path / "out")
+    convert_calibrated(ConvertSettings(path, tmp_path / "out", recipe=recipe), calibration)
+    floats, codes = open_layers(Located(path)), open_layers(Located(tmp_path / "out"))
     run = SeeingRun(floats, read_texts(load_tokenizer(path), calibration), tmp_path / "run", mx.float32)
     run.run()
     of_all, better = run.seen[0].down.mean, []

@@ -49,7 +49,7 @@ def test_a_disk_without_space_is_not_measured(monkeypatch, tmp_path, capsys):
 
 
 def test_a_missing_extra_comes_with_its_command(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "EXTRAS", {"server": ("no_such_package",)})
+    monkeypatch.setattr(diagnosis, "EXTRAS", {"server": ("no_such_package",)})
     assert doctor.main(["--no-disk"]) == 0
     assert re.search(r"no_such_package: pip install ('starlette>=|-e .*\[server\])", capsys.readouterr().out)
 

@@ -24,7 +24,7 @@ from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.generate.__main__ import main as generate
 from moeflux_mlx.model.tensors import resident_bytes
 from moeflux_mlx.model.weights import read_resident
-from moeflux_mlx.opening.locate import resolve
+from moeflux_mlx.opening.locate import locate
 from moeflux_mlx.opening.remote import Remote, fetch
 from moeflux_mlx.packing.gguf_folder import base_tokenizer
 from moeflux_mlx.plan import main as plan
@@ -258,7 +258,7 @@ def test_the_tokenizer_of_the_model_that_a_gguf_was_made_from_comes_too(tmp_path
     with SmallHub(base, "org/model") as hub, connected(hub, tmp_path / "another"):
         own = Repository.look_up("org/model").snapshot(list(COPIED))
         assert base_tokenizer(folder / "Tiny-Q4_0.gguf") == own
-        assert (resolve(folder / "Tiny-Q4_0.gguf") / "tokenizer.json").read_bytes() == (
+        assert (locate(folder / "Tiny-Q4_0.gguf").path / "tokenizer.json").read_bytes() == (
             own / "tokenizer.json"
         ).read_bytes()
 
@@ -271,7 +271,7 @@ def test_pull_downloads_and_loads_nothing(packed, monkeypatch, capfd):
     out, err = capfd.readouterr()
     assert "are to be downloaded to" in err and "moeflux chat --model org/model runs it" in err
     assert "loaded in" not in err and "expert I/O" not in err and len(weights(packed)) == 4
-    assert resolve("org/model") == Path(out.strip()) and pull(["org/model"]) == 0
+    assert locate("org/model").path == Path(out.strip()) and pull(["org/model"]) == 0
     assert len(weights(packed)) == 4 and capfd.readouterr().out == out
 
 

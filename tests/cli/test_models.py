@@ -8,7 +8,7 @@ from test_docs import refusal
 
 from moeflux_mlx import models
 from moeflux_mlx.cli.known_models import COMFORTABLE
-from moeflux_mlx.plan import described_variant
+from moeflux_mlx.plan import describe_variant
 from moeflux_mlx.planning.machine import default_dtype
 from moeflux_mlx.spec import ModelArgs, variants
 from moeflux_mlx.tools.checkup import product_rate
@@ -125,6 +125,6 @@ def test_sizes_of_gguf_files_follow_llama_cpp_s_rule(mix, parts, more, tmp_path)
     (tmp_path / "mix.json").write_text(json.dumps(recipe))
     sizes = [
         model.layout.total_bytes + model.resident
-        for model in (described_variant(args, one, mx.bfloat16) for one in (str(tmp_path / "mix.json"), None))
+        for model in (describe_variant(args, one, mx.bfloat16) for one in (str(tmp_path / "mix.json"), None))
     ]
     assert models.factor(mix) == pytest.approx(sizes[0] / sizes[1], rel=0.01)

@@ -15,14 +15,14 @@ from tiny_models import child_environment
 
 from metal import msl
 from moeflux_mlx import doctor
-from moeflux_mlx.cli import reporting, soak
+from moeflux_mlx.cli import diagnosis, known_models, reporting, soak
 from moeflux_mlx.cli.known_models import Fit
 from moeflux_mlx.opening.kernel_cache import threads_allowed
 from moeflux_mlx.opening.launches import launches_of
 from moeflux_mlx.opening.random_weights import Shapes
 from moeflux_mlx.ops.kernel_files import Program
 from moeflux_mlx.ops.launch import KernelText
-from moeflux_mlx.ops.tiles import CODE, TRIED, Tiles, joined
+from moeflux_mlx.ops.tiles import CODE, TRIED, Tiles, merged
 from moeflux_mlx.tools import kernels
 from moeflux_mlx.tools.kernels import Built, programs_of_variants
 
@@ -52,26 +52,28 @@ class OnlyCompiled(msl.TextKernel):
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(reporting, "ROUNDS", 1)
-    monkeypatch.setattr(reporting, "ANSWER", 8)
+    monkeypatch.setattr(diagnosis, "ROUNDS", 1)
+    monkeypatch.setattr(diagnosis, "ANSWER", 8)
     monkeypatch.setattr(soak, "compared", lambda: (["as fast"], True))  # test_soak.py runs it
     monkeypatch.delenv("CI", raising=False)
 
 
 def reduce(patch, *titles):
     """Reduces the report to the parts with these titles."""
-    whole = reporting.MachineReport.parts
+    whole = diagnosis.Facts.table
     patch.setattr(
-        reporting.MachineReport, "parts", lambda self, **given: {title: whole(self, **given)[title] for title in titles}
+        diagnosis.Facts,
+        "table",
+        lambda self, *given, **named: {title: whole(self, *given, **named)[title] for title in titles},
     )
 
 
 @pytest.fixture
 def viewed(monkeypatch, cpu_device):
     """Gives doctor a Metal compiler and one known model; the report has its kernels alone."""
-    monkeypatch.setattr(reporting, "known_models", lambda here: [Fit(VARIANT, None, 0)])
-    monkeypatch.setattr(reporting, "product_rate", lambda dtype: 1e9)
-    monkeypatch.setattr(reporting, "machine_figures", lambda: None)
+    monkeypatch.setattr(diagnosis, "known_models", lambda here: [Fit(VARIANT, None, 0)])
+    monkeypatch.setattr(known_models, "product_rate", lambda dtype: 1e9)
+    monkeypatch.setattr(diagnosis, "machine_figures", lambda: None)
     monkeypatch.setattr(kernels, "SEQUENCES", ())
     monkeypatch.setattr(kernels, "CHECKED", ())
     reduce(monkeypatch, "kernels")
@@ -100,7 +102,7 @@ def test_every_part_is_in_the_file_and_on_the_screen(tmp_path, capsys):
 def test_every_text_of_a_model_is_compiled_and_none_runs(viewed, tmp_path):
     text = report(tmp_path)
     shapes = Shapes.of_variant(VARIANT, mx.bfloat16)
-    choices = (CODE, Tiles(joined(TRIED["metal"])))
+    choices = (CODE, Tiles(merged(TRIED["metal"])))
     listed = {
         one.kernel.name for tiles in choices for step in launches_of(shapes, "metal", tiles) for one in step.programs
     }
@@ -159,17 +161,17 @@ def test_a_call_that_mlx_refuses_otherwise_is_no_limit(viewed):
 def test_a_virtual_gpu_is_said_to_be_one(monkeypatch):
     """As GitHub's Macs name it. What identifies a machine is left out."""
     found = {"device_name": "Apple Paravirtual device", "architecture": "air64_v27", "memory_size": 7, "uuid": "abc"}
-    monkeypatch.setattr(reporting.mx, "device_info", lambda: found)
-    monkeypatch.setattr(reporting.backend, "has_kernels", lambda: True)
-    monkeypatch.setattr(reporting, "machine_figures", lambda: None)
-    monkeypatch.setattr(reporting, "machine_lines", lambda figures: [])
-    lines, is_right = reporting.MachineReport(None).machine()
+    monkeypatch.setattr(diagnosis.mx, "device_info", lambda: found)
+    monkeypatch.setattr(diagnosis.backend, "has_kernels", lambda: True)
+    monkeypatch.setattr(diagnosis, "machine_figures", lambda: None)
+    monkeypatch.setattr(diagnosis, "machine_lines", lambda figures: [])
+    lines, is_right = diagnosis.Facts(None).machine()
     assert lines[0] == "device    architecture air64_v27, memory_size 7" and is_right
     assert "times say nothing of a Mac" in lines[1] and "abc" not in str(lines)
 
 
 def test_kernels_beyond_the_time_are_counted():
-    lines = reporting.kernel_lines([Built("moeflux_topk_64_0123456789abcdef", 0.5, 64, 512)], 7, 2, 120.0)
+    lines = diagnosis.kernel_lines([Built("moeflux_topk_64_0123456789abcdef", 0.5, 64, 512)], 7, 2, 120.0)
     assert lines[0] == "1 of 7 texts of 2 models, 0.5 s of compiling, the slowest in 0.50 s; 0 failed"
     assert lines[1] == "6 were left out, because 120 s were over" and lines[-1] == "topk: 500/512"
 
@@ -180,12 +182,11 @@ def listed(viewed, monkeypatch):
 
     def slowly(*given):
         time.sleep(0.6)
-        for i in range(8):
-            yield Program(KernelText(f"k{i}", [], ["y"], "", ""), [], [mx.float32])
+        return [Program(KernelText(f"k{i}", [], ["y"], "", ""), [], [mx.float32]) for i in range(8)]
 
-    monkeypatch.setattr(reporting, "programs_of_variants", slowly)
-    monkeypatch.setattr(reporting, "compiler_of", lambda target: lambda program: None)
-    monkeypatch.setattr(reporting, "BUDGET", 0.5)
+    monkeypatch.setattr(diagnosis, "programs_of_variants", slowly)
+    monkeypatch.setattr(kernels, "compiler_of", lambda target: lambda program: None)
+    monkeypatch.setattr(diagnosis, "BUDGET", 0.5)
 
 
 @msl.needed
@@ -195,7 +196,7 @@ def test_listing_takes_nothing_from_the_time_to_compile(listed, tmp_path):
 
 @msl.needed
 def test_kernels_that_are_left_out_are_said_at_the_end(listed, monkeypatch, tmp_path):
-    monkeypatch.setattr(reporting, "BUDGET", -1.0)
+    monkeypatch.setattr(diagnosis, "BUDGET", -1.0)
     text = report(tmp_path)
     assert text.endswith("\nwhat ran is right; 8 kernels were left out\n") and "everything is right" not in text
     monkeypatch.setenv("CI", "true")
@@ -206,30 +207,30 @@ def test_kernels_that_are_left_out_are_said_at_the_end(listed, monkeypatch, tmp_
 def test_cudas_kernels_are_compiled_together(listed, monkeypatch, tmp_path):
     """Each waits for another one."""
     together = threading.Barrier(2, timeout=5)
-    monkeypatch.setattr(reporting, "compiler_of", lambda target: lambda program: together.wait() and None)
-    monkeypatch.setattr(reporting.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(kernels, "compiler_of", lambda target: lambda program: together.wait() and None)
+    monkeypatch.setattr(kernels.os, "cpu_count", lambda: 2)
     with monkeypatch.context() as patched:
-        patched.setattr(reporting.backend, "name", lambda: "cuda")
+        patched.setattr(diagnosis.backend, "name", lambda: "cuda")
         text = report(tmp_path)
     assert "8 of 8 texts" in text and "; 0 failed" in text
 
 
 def test_nothing_keeps_a_gpu_warm_while_the_demo_model_is_measured(monkeypatch, tmp_path):
-    opened, modes = reporting.open_engine, []
+    opened, modes = diagnosis.open_engine, []
 
     def noting(*given, **named):
         modes.append(named["set"])
         return opened(*given, **named)
 
-    monkeypatch.setattr(reporting, "open_engine", noting)
+    monkeypatch.setattr(diagnosis, "open_engine", noting)
     reduce(monkeypatch, "demo model")
     report(tmp_path)
     assert modes == [{"keep_warm": "off"}] * 2
 
 
 def test_a_wrong_model_is_seen(monkeypatch, tmp_path):
-    right = reporting.story_rows
-    monkeypatch.setattr(reporting, "story_rows", lambda engine: (right(engine)[0], 1.4))
+    right = diagnosis.story_rows
+    monkeypatch.setattr(diagnosis, "story_rows", lambda engine: (right(engine)[0], 1.4))
     reduce(monkeypatch, "demo model")
     text = report(tmp_path, code=1)
     assert "1.400 nats a token, WRONG" in text and text.endswith("WRONG OR FAILED: demo model\n")
@@ -237,7 +238,7 @@ def test_a_wrong_model_is_seen(monkeypatch, tmp_path):
 
 def test_other_bits_of_streaming_are_seen(monkeypatch, tmp_path):
     rows = iter([np.zeros(3), np.array([0.0, 0.0, 1e-7])])
-    monkeypatch.setattr(reporting, "story_rows", lambda engine: (next(rows), reporting.NATS))
+    monkeypatch.setattr(diagnosis, "story_rows", lambda engine: (next(rows), diagnosis.NATS))
     reduce(monkeypatch, "demo model")
     assert "streaming gives OTHER BITS" in report(tmp_path, code=1)
 
@@ -246,7 +247,7 @@ def test_a_part_that_fails_is_a_line_and_the_others_follow(monkeypatch, tmp_path
     def broken(self):
         raise OSError(2, "cannot read", "/Users/ann/secret/model")
 
-    monkeypatch.setattr(reporting.MachineReport, "memory", broken)
+    monkeypatch.setattr(diagnosis.Facts, "memory", broken)
     reduce(monkeypatch, "memory", "demo model")
     text = report(tmp_path, code=1)
     assert "memory:\n  failed: FileNotFoundError: [Errno 2] cannot read: 'PATH'" in text
@@ -254,7 +255,7 @@ def test_a_part_that_fails_is_a_line_and_the_others_follow(monkeypatch, tmp_path
 
 
 def test_a_crash_leaves_what_there_is(monkeypatch, tmp_path):
-    monkeypatch.setattr(reporting.MachineReport, "demo", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(diagnosis.Facts, "demo", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
     reduce(monkeypatch, "values", "demo model")
     text = report(tmp_path, code=130)
     assert "values    product   right" in text and text.endswith(
@@ -271,14 +272,14 @@ def test_nothing_private_is_in_the_file(tmp_path):
     script = """
 import os, platform, sys
 from moeflux_mlx import doctor
-from moeflux_mlx.cli import reporting, soak
+from moeflux_mlx.cli import diagnosis, soak
 
 def broken(self):
     raise OSError(f"{os.environ['HF_TOKEN']} of {os.environ['USER']} on {platform.node()}, {os.getcwd()}/x, "
                   f"{sys.prefix} {os.environ['HOME']}/a model {os.environ['OPENAI_API_KEY']} file:///var/x:1")
 
-reporting.MachineReport.memory = broken
-reporting.ROUNDS, reporting.ANSWER = 1, 8
+diagnosis.Facts.memory = broken
+diagnosis.ROUNDS, diagnosis.ANSWER = 1, 8
 soak.compared = lambda: broken(None)
 sys.exit(doctor.main(["--no-disk", "--report"]))
 """
@@ -327,8 +328,8 @@ def test_a_folder_that_is_given_is_taken_out_as_a_whole(monkeypatch, tmp_path):
         raise OSError(f"{place} is full")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(reporting.MachineReport, "parts", lambda self, **given: {"disk": self.disk})
-    monkeypatch.setattr(reporting, "disk_rate", full)
+    monkeypatch.setattr(diagnosis.Facts, "table", lambda self, *given, **named: {"disk": self.disk})
+    monkeypatch.setattr(diagnosis, "disk_rate", full)
     assert doctor.main(["--directory", "my own models", "--report", "sent.txt"]) == 0
     assert "not measured: PATH is full" in Path("sent.txt").read_text()
 

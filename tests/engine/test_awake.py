@@ -34,8 +34,7 @@ class Caffeinate:
 def mac(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(awake.subprocess, "Popen", Caffeinate)
-    monkeypatch.setattr(Caffeinate, "started", [])
-    monkeypatch.setattr(Caffeinate, "running", 0)
+    Caffeinate.started, Caffeinate.running = [], 0
 
 
 def test_a_child_runs_as_long_as_something_is_computed(mac):

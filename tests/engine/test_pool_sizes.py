@@ -14,7 +14,7 @@ from moeflux_mlx import plan as plan_command
 from moeflux_mlx import tune as screen
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.opening.engine import open_engine
-from moeflux_mlx.opening.locate import resolve
+from moeflux_mlx.opening.locate import locate
 from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.planning import pool_sizes
 from moeflux_mlx.planning.machine import Figures
@@ -109,7 +109,7 @@ def test_a_gguf_has_a_pool_too(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(screen, "speed_with", lambda path, pool, seconds: 5.0)
     assert screen.run(Namespace(**{**vars(OPTIONS), "model": str(tmp_path / "m.gguf")})) == 0
-    weights = open_weights(resolve(tmp_path / "m.gguf"))
+    weights = open_weights(locate(tmp_path / "m.gguf"))
     assert best_pool(weights.path, weights.experts.layout.total_bytes) is not None
 
 

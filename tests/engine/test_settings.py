@@ -99,17 +99,17 @@ import moeflux_mlx, moeflux_mlx.generate, moeflux_mlx.chat, moeflux_mlx.plan
 from moeflux_mlx import load, load_model
 import mlx.core as mx
 assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
-from moeflux_mlx.opening import engine
+from moeflux_mlx.opening import engine, load_settings
 
 class Reached(Exception):
     pass
 
-def resolve(*given):
+def locate(*given):
     assert {"MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"} <= os.environ.keys()
     assert mx.get_peak_memory() == 0
     raise Reached
 
-engine.resolve = resolve
+load_settings.locate = locate
 for opening in (load, load_model, engine.open_engine):
     try:
         opening()

@@ -15,11 +15,11 @@ from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kept import tiles
 from moeflux_mlx.kept.kept_rows import read_rows
 from moeflux_mlx.ops import backend
-from moeflux_mlx.ops.tiles import CODE, TILES, TRIED, Tiles, joined, planned
+from moeflux_mlx.ops.tiles import CODE, TILES, TRIED, Tiles, merged, planned
 
 FOUND = {"qmv": {"halves": 1, "rows": 8}}
 OTHER = {"prompt_experts": {"dense": 64}}
-USABLE = st.lists(st.sampled_from(TRIED["metal"]), max_size=4).map(joined)
+USABLE = st.lists(st.sampled_from(TRIED["metal"]), max_size=4).map(merged)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-4, 2**40) | st.floats(allow_nan=False) | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),

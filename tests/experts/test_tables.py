@@ -21,6 +21,7 @@ from moeflux_mlx.experts.tables import FEW, FileTable
 from moeflux_mlx.formats.tables import FileRows, RowForm, TableFiles
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.opening.weights import open_weights
+from moeflux_mlx.packing.located import Located
 from moeflux_mlx.quant import Quant
 
 WIDTH = 32
@@ -192,7 +193,7 @@ def test_a_closed_model_reads_no_rows():
 def test_a_packed_row_is_one_read_and_in_place_it_has_several(tmp_path):
     source = goldens.write_variant(tmp_path / "mlx", "qwen4_exp", "mlx4")
     for path, count in ((tiny_directory("qwen4_exp"), 1), (source, 3)):
-        tables = open_weights(path).tables
+        tables = open_weights(Located(path)).tables
         assert sorted(tables) == [1, 3] and [files.rows for files in tables.values()] == [256, 320]
         assert [len(files.places(np.array([100]))) for files in tables.values()] == [count] * 2
         assert {files.form for files in tables.values()} == {RowForm(64, Quant(4, 64), "BF16")}

@@ -9,7 +9,7 @@ import pytest
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.formats import gguf_file
 from moeflux_mlx.formats.gguf_file import open_gguf
-from moeflux_mlx.opening.locate import resolve
+from moeflux_mlx.opening.locate import locate
 
 gguf = pytest.importorskip("gguf")
 
@@ -193,7 +193,7 @@ def test_a_pipe_is_no_model(tmp_path):
     writer = os.open(tmp_path / "m.gguf", os.O_RDWR)
     for place in (tmp_path, tmp_path / "m.gguf"):
         with pytest.raises(ModelFileError, match="a pipe or a socket; give a regular file|nor a GGUF file"):
-            resolve(place)
+            locate(place)
     os.close(writer)
 
 

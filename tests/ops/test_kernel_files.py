@@ -24,6 +24,7 @@ from moeflux_mlx.ops.kernel_files import Program, hash_of, keep
 from moeflux_mlx.ops.launch import Kernel, KernelText
 from moeflux_mlx.ops.stand_ins import standing_in
 from moeflux_mlx.ops.tiles import CODE
+from moeflux_mlx.packing.located import Located
 from moeflux_mlx.planning.machine import machine_figures
 
 needs_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="MLX's CUDA build runs it")
@@ -105,7 +106,7 @@ def test_names_tell_constants_and_included_texts_apart(monkeypatch):
 
 
 def shapes_of(directory, dtype=mx.bfloat16):
-    weights = open_weights(directory)
+    weights = open_weights(Located(directory))
     return Shapes.of(weights.args, weights.experts.layout, weights.shapes, dtype)
 
 
@@ -173,7 +174,7 @@ def noted(target, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # of weights that nothing has computed
 @pytest.mark.parametrize("expert_io", ["resident", "pread"])
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss", "mimo_v2_flash"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss", "mimo_v2_flash", "nemotron_h"])
 def test_kernels_are_known_when_a_model_is_loaded(family, expert_io, target, noted, monkeypatch):
     """Checks all kernels that one token, prompts and several sequences use."""
     monkeypatch.setattr(linear, "PAYS_FROM", 1)

@@ -20,6 +20,7 @@ from moeflux_mlx.formats.checkpoint import read_header
 from moeflux_mlx.formats.layout_file import OPEN_VERSION
 from moeflux_mlx.kinds import Activation
 from moeflux_mlx.opening.weights import open_weights
+from moeflux_mlx.packing.located import Located
 from moeflux_mlx.quant import Quant
 
 FAMILY = "qwen3_moe"
@@ -185,7 +186,7 @@ def test_what_is_published_runs_as_it_lies(checkpoint, tmp_path):
     floats = {name: (one.dtype, words(one.read())) for name, one in tensors if ".experts." not in name}
     biases = {name: one for name, one in checkpoint.resident.items() if name.endswith(".gate.bias")}
     checkpoint.resident, checkpoint.config = floats | biases, json.loads((there / "config.json").read_text())
-    weights = open_weights(checkpoint.published(tmp_path / "published", mlx=False))
+    weights = open_weights(Located(checkpoint.published(tmp_path / "published", mlx=False)))
     assert weights.in_place and weights.args.quantization.of("lm_head") is None
     assert all(np.array_equal(words(one), checkpoint.resident[name][1]) for name, one in weights.read().items())
     assert np.isfinite(logits_of(load_model(weights.path, dtype=mx.float32))[0]).all()
@@ -193,7 +194,7 @@ def test_what_is_published_runs_as_it_lies(checkpoint, tmp_path):
 
 def test_records_in_place_are_those_of_the_packed_model(checkpoint, tmp_path):
     path = checkpoint.of_mlx(tmp_path / "mlx")
-    in_place, there = open_weights(path), open_weights(packed(path))
+    in_place, there = open_weights(Located(path)), open_weights(Located(packed(path)))
     assert in_place.in_place and not there.in_place
     for layer in in_place.experts.layout.moe_layers:
         assert np.array_equal(records_of(in_place.experts, layer), records_of(there.experts, layer))

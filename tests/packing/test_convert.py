@@ -707,10 +707,10 @@ def test_usage_errors(tmp_path, capsys):
 
 
 def test_control_c_names_the_command_that_continues(monkeypatch, tmp_path, capsys):
-    def interrupted(**_):
+    def interrupted(settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moeflux_mlx.convert.convert", interrupted)
+    monkeypatch.setattr("moeflux_mlx.convert.convert_with", interrupted)
     assert main(["--hf-path", "x", "--mlx-path", str(tmp_path)]) == 130
     assert "run the same command again to resume" in capsys.readouterr().err
 

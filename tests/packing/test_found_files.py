@@ -14,6 +14,7 @@ from moeflux_mlx.calibration.convert import Calibration, convert_calibrated
 from moeflux_mlx.convert import main
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.formats.packed import FOLDER, LAYOUT
+from moeflux_mlx.packing.convert import ConvertSettings
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 SHARD = "model-00002-of-00003.safetensors"
@@ -102,7 +103,9 @@ def test_a_change_while_a_text_is_read(tmp_path, source):
     calibration = Calibration(tmp_path / "work", [text], dtype=mx.float32)
     late = once(replaced, source, lambda done, total: done == 1)
     with pytest.raises(ModelFileError, match=f"{SHARD} was changed or replaced"):
-        convert_calibrated(source, tmp_path / "out", calibration, report=lambda share, name: late(share, 1, name))
+        convert_calibrated(
+            ConvertSettings(source, tmp_path / "out"), calibration, report=lambda share, name: late(share, 1, name)
+        )
     assert not (tmp_path / "out").exists()
 
 

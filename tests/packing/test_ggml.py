@@ -19,7 +19,9 @@ from moeflux_mlx.formats.checkpoint import GRIDS_LICENSE
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing import ggml
+from moeflux_mlx.packing.convert import ConvertSettings
 from moeflux_mlx.packing.gguf_forms import FORMS, repacked
+from moeflux_mlx.packing.located import Located
 from moeflux_mlx.packing.recipe import Recipe
 from moeflux_mlx.quant import TABLE
 
@@ -58,7 +60,7 @@ def values(kind, rows):
 
 def experts(path, layer, expert):
     """Gate, up and down as a packed model has them."""
-    return [np.array(one) for one in PackedWeights(path).expert(layer, expert, mx.float32).matrices]
+    return [np.array(one) for one in PackedWeights(Located(path)).expert(layer, expert, mx.float32).matrices]
 
 
 def floats(source, layer, expert):
@@ -115,7 +117,7 @@ def test_a_text_shows_what_matters(tmp_path, source):
     text = tmp_path / "text"
     text.write_text("what the model reads, and what it reads after that. " * 20)
     given = Calibration(tmp_path / "work", [str(text)], "gptq", dtype=mx.float32)
-    convert_calibrated(source, tmp_path / "out", given, q_type="IQ2_XXS", verify=True)
+    convert_calibrated(ConvertSettings(source, tmp_path / "out", q_type="IQ2_XXS", verify=True), given)
     made, rows = experts(tmp_path / "out", 0, 0)[0], floats(source, 0, 0)[0]
     error = np.abs(made - rows).mean()
     assert 0 < error < 0.5 * np.abs(rows).mean() and not np.array_equal(made, values("IQ2_XXS", rows))
@@ -135,7 +137,7 @@ def test_widths_that_a_type_cannot_have_take_what_llama_cpp_takes(tmp_path, caps
     assert (
         f"{said}affine, mxfp4, nvfp4, mxfp8, q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl would fit" in capsys.readouterr().err
     )
-    forms = {one.name: one.quant.mode for one in PackedWeights(tmp_path / "out").layout.records[1].projections}
+    forms = {one.name: one.quant.mode for one in PackedWeights(Located(tmp_path / "out")).layout.records[1].projections}
     assert forms == {"gate_proj": named.lower(), "up_proj": named.lower(), "down_proj": made}
     down, rows = experts(tmp_path / "out", 1, 2)[-1], floats(source, 1, 2)[-1]
     assert np.array_equal(down, values(made.upper(), rows))

@@ -15,7 +15,7 @@ from moeflux_mlx.errors import ConfigError, ModelFileError, NotPackedError, Requ
 from moeflux_mlx.formats.gguf_file import open_gguf
 from moeflux_mlx.generate.__main__ import main as generate_main
 from moeflux_mlx.opening.engine import load, load_model
-from moeflux_mlx.opening.locate import resolve
+from moeflux_mlx.opening.locate import locate
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing import gguf_tensors
 from moeflux_mlx.packing.gguf_forms import FORMS, grids, repacked
@@ -212,9 +212,9 @@ def test_tokenizer_files_beside_it_or_given(tmp_path):
     path, base = tmp_path / "m.gguf", tmp_path / "base"
     gguf_models.write_gguf(path, "qwen3_moe", mixed(MIXED), {"tokenizer.ggml.pre": "unheard-of"})
     with pytest.raises(Exception, match=r"tokenizer.ggml.pre is 'unheard-of'; known are qwen2.*--tokenizer"):
-        resolve(path)
+        locate(path)
     gguf_models.write_gguf(tmp_path / "other.gguf", "qwen3_moe", mixed(MIXED))
-    files = resolve(tmp_path / "other.gguf")
+    files = locate(tmp_path / "other.gguf").path
     base.mkdir()
     (base / "tokenizer.json").write_bytes((files / "tokenizer.json").read_bytes())
     (base / "tokenizer_config.json").write_text(json.dumps({"chat_template": "base"}))
@@ -224,9 +224,9 @@ def test_tokenizer_files_beside_it_or_given(tmp_path):
         (tmp_path / name).write_bytes((base / name).read_bytes())
     assert load(path)[1].chat_template == "base"
     with pytest.raises(ModelFileError, match="has no tokenizer.json"):
-        resolve(path, tokenizer=tmp_path / "cache")
+        locate(path, tokenizer=tmp_path / "cache")
     with pytest.raises(RequestError, match="--tokenizer is for GGUF files"):
-        resolve(goldens.checkpoint_dir("qwen3_moe"), tokenizer=base)
+        locate(goldens.checkpoint_dir("qwen3_moe"), tokenizer=base)
 
 
 def test_ends_that_no_key_names(tmp_path):
@@ -237,7 +237,7 @@ def test_ends_that_no_key_names(tmp_path):
     assert ends_of(path) == {"<|im_end|>", "<|endoftext|>"}
     base.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (base / name).write_bytes((resolve(path) / name).read_bytes())
+        (base / name).write_bytes((locate(path).path / name).read_bytes())
     (base / "generation_config.json").write_text('{"eos_token_id": 3, "top_k": 20}')
     assert ends_of(path, tokenizer=base) == {"<|im_end|>", "<|endoftext|>", load(path)[1].decode([3])}
     convert(path, tmp_path / "packed", tokenizer=base)
@@ -258,7 +258,7 @@ def test_commands_take_the_file(tmp_path, capfd):
     path, packed = tmp_path / "m.gguf", tmp_path / "packed"
     gguf_models.write_gguf(path, "qwen3_moe", mixed(MIXED), {"tokenizer.ggml.pre": "unheard-of"})
     gguf_models.write_gguf(tmp_path / "other.gguf", "qwen3_moe", mixed(MIXED))
-    options = ["--tokenizer", str(resolve(tmp_path / "other.gguf"))]
+    options = ["--tokenizer", str(locate(tmp_path / "other.gguf").path)]
     assert convert_main(["--hf-path", str(path), "--mlx-path", str(packed), *options]) == 0
     said = []
     for model in (["--model", str(path), *options], ["--model", str(packed)]):

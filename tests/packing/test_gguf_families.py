@@ -19,7 +19,7 @@ from moeflux_mlx.families.registry import FAMILIES, GGUF
 from moeflux_mlx.formats.gguf_file import open_gguf
 from moeflux_mlx.kinds import Llama3
 from moeflux_mlx.opening.engine import load_model
-from moeflux_mlx.opening.locate import resolve
+from moeflux_mlx.opening.locate import locate
 from moeflux_mlx.ops.rope import llama3_inv_freq
 from moeflux_mlx.spec import ModelArgs
 
@@ -84,7 +84,7 @@ def hub_checkpoint(path, family):
 def test_floats_become_the_model_that_the_checkpoint_becomes(tmp_path, family):
     gguf_models.write_gguf(tmp_path / "m.gguf", family, lambda name: "F32")
     theirs = ModelArgs.from_file(hub_checkpoint(tmp_path / "hub", family))
-    ours = ModelArgs.from_file(resolve(tmp_path / "m.gguf"))
+    ours = ModelArgs.from_file(locate(tmp_path / "m.gguf").path)
     other = {"eos_token_ids": (), "model_type": ""}
     assert replace(ours, **other) == replace(theirs, **other)
     assert FAMILIES[ours.model_type].read is FAMILIES[theirs.model_type].read

@@ -11,7 +11,7 @@ from tiny_models import on_cpu
 
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.opening.engine import load_model
-from moeflux_mlx.opening.locate import resolve
+from moeflux_mlx.opening.locate import locate
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing.gguf_forms import FORMS, repacked
 from moeflux_mlx.packing.in_place import open_in_place
@@ -90,7 +90,7 @@ def test_the_forms_keep_their_bits(tmp_path):
     path = tmp_path / "m.gguf"
     gguf_models.write_gguf(path, FAMILY, type_of, extra=factors()[0])
     modes = set()
-    for record in open_in_place(resolve(path)).experts.layout.records.values():
+    for record in open_in_place(locate(path)).experts.layout.records.values():
         for part in record.projections:
             modes.add(part.quant.mode)
             bits = {"q4_1": 5, "q5_1": 6, "nvfp4": 4.5}[part.quant.mode]

@@ -9,6 +9,7 @@ from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.formats.owners import Owners, RankShare
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.opening.weights import model_fingerprint, open_weights
+from moeflux_mlx.packing.located import Located
 from moeflux_mlx.plan import main as plan
 from moeflux_mlx.state import fingerprint
 
@@ -28,7 +29,7 @@ def directories(request, tmp_path_factory):
 
 def records(path):
     """Returns the records [E, stride] of each layer."""
-    experts = open_weights(path).experts
+    experts = open_weights(Located(path)).experts
     return {
         layer: np.fromfile(file, np.uint8).reshape(experts.layout.num_experts, -1)
         for layer, file in experts.paths.items()
@@ -71,12 +72,12 @@ def test_other_ranks_and_single_processes_refuse_it(directories):
     ) as failure:
         load_model(directories / "1")
     assert "\n" not in str(failure.value)
-    weights = open_weights(directories / "1")
+    weights = open_weights(Located(directories / "1"))
     weights.check_held(RankShare(Owners((1, 1, 1)), 1))
     for wanted in (RankShare(Owners((1, 1, 1)), 0), RankShare(Owners((1, 1)), 1), RankShare(Owners((1, 2, 1)), 1)):
         with pytest.raises(ModelFileError, match=f"this is rank {wanted.rank} of {len(wanted.owners.shares)}"):
             weights.check_held(wanted)
-    open_weights(directories / "whole").check_held(None)
+    open_weights(Located(directories / "whole")).check_held(None)
 
 
 def test_a_plan_of_one_rank_s_directory_is_one_for_all_ranks(directories, capsys):

@@ -21,6 +21,7 @@ from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.model.weights import read_resident
 from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.packing.in_place import open_in_place
+from moeflux_mlx.packing.located import Located
 from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs
 
@@ -65,7 +66,7 @@ def test_records_and_tensors_are_those_of_the_packed_model(
 ):
     path = write_model(tmp_path_factory.mktemp("checkpoint"), family, "mlx4", count, seed, residues, padded)
     there = tiny_directory(family)
-    weights, packed = open_weights(path), open_weights(there)
+    weights, packed = open_weights(Located(path)), open_weights(Located(there))
     assert weights.in_place and not packed.in_place and weights.args.quantization == packed.args.quantization
     for layer in weights.experts.layout.moe_layers:
         assert np.array_equal(records_of(weights.experts, layer, direct), records_of(packed.experts, layer))
@@ -85,9 +86,9 @@ def have_the_same_tensors(weights, packed):
 @pytest.mark.parametrize("residue", range(16))
 def test_every_residue_of_offsets(tmp_path, residue):
     path = write_model(tmp_path, "qwen3_moe", count=1, residues=[residue])
-    files = open_in_place(path).experts
+    files = open_in_place(Located(path)).experts
     assert {piece.offset % 2 for piece in files.pieces(0, 0)} == {residue % 2}
-    packed = PackedExperts.open(tiny_directory("qwen3_moe"), open_in_place(path).args)
+    packed = PackedExperts.open(tiny_directory("qwen3_moe"), open_in_place(Located(path)).args)
     assert np.array_equal(records_of(files, 1), records_of(packed, 1))
 
 
@@ -118,7 +119,7 @@ def test_three_ways_one_answer(tmp_path, family):
 def test_every_geometry_gives_the_packed_models_records(tmp_path, forms):
     usual, down = (Quant(*form) for form in forms)
     path, packed = converted(tmp_path, usual, down)
-    experts = open_in_place(path).experts
+    experts = open_in_place(Located(path)).experts
     there = PackedExperts.open(packed, ModelArgs.from_file(packed))
     assert experts.layout == there.layout and experts.layout.records[0].quants == (usual, usual, down)
     assert len(experts.pieces(0, 1)) == len(experts.layout.records[0].fields)
@@ -150,13 +151,13 @@ def test_every_family_has_the_packed_models_bytes_and_its_own_fingerprint(tmp_pa
     path = write_model(tmp_path / "checkpoint", family, count=2, seed=1)
     with on_cpu():
         convert(path, tmp_path / "packed")
-    weights, packed = open_weights(path), open_weights(tmp_path / "packed")
+    weights, packed = open_weights(Located(path)), open_weights(Located(tmp_path / "packed"))
     have_the_same_tensors(weights, tmp_path / "packed")
     for layer in weights.experts.layout.moe_layers:
         assert np.array_equal(records_of(weights.experts, layer), records_of(packed.experts, layer))
     here = model_fingerprint(path, mx.float32)
     assert here == model_fingerprint(path, mx.float32) != model_fingerprint(tmp_path / "packed", mx.float32)
-    file, place = next((piece.path, piece.offset) for piece in open_in_place(path).experts.pieces(2, 0))
+    file, place = next((piece.path, piece.offset) for piece in open_in_place(Located(path)).experts.pieces(2, 0))
     data = np.array(bytearray(file.read_bytes()))
     data[place:] ^= 255
     file.write_bytes(data.tobytes())
@@ -179,12 +180,12 @@ def test_mlx_lm_runs_the_same_directory(tmp_path, family):
 @pytest.mark.parametrize(("forms", "field", "value"), [(FORMS[0], 7, b"\xc0\x7f"), (FORMS[3], 5, b"\xff")])
 def test_a_nan_scale(tmp_path, forms, field, value):
     path = write_model(tmp_path, "qwen3_moe", residues=[7, 12], forms=[Quant(*form) for form in forms])
-    piece = open_in_place(path).experts.pieces(1, 3)[field]
+    piece = open_in_place(Located(path)).experts.pieces(1, 3)[field]
     assert model_is_read(path) is None
     with open(piece.path, "r+b") as opened:
         opened.seek(piece.offset + 2)
         opened.write(value)
-    name = open_in_place(path).experts.layout.records[1].fields[field].name
+    name = open_in_place(Located(path)).experts.layout.records[1].fields[field].name
     assert f"{piece.path}: {name} of expert 3 of layer 1 holds NaN or infinite values" in model_is_read(path)
     with pytest.raises(ModelFileError, match="NaN"):
         convert(path, tmp_path / "packed")
@@ -212,7 +213,7 @@ def test_experts_as_floats_must_be_converted(tmp_path):
     left[f"{stem}weight"] = ("BF16", np.zeros((*codes.shape[:2], codes.shape[2] * 8), np.uint16))
     write_shards(path, [left])
     with pytest.raises(NotPackedError, match=rf"layers\.1.*has floats, BF16; .*run: python.*--hf-path {path} "):
-        open_in_place(path)
+        open_in_place(Located(path))
 
 
 def test_a_tensor_that_is_missing(tmp_path):
@@ -220,4 +221,4 @@ def test_a_tensor_that_is_missing(tmp_path):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 9}))
     with pytest.raises(ModelFileError, match="missing"):
-        open_in_place(path)
+        open_in_place(Located(path))

@@ -19,6 +19,7 @@ from moeflux_mlx.formats.checkpoint import RECIPE, read_header
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.packing import resident as resident_file
+from moeflux_mlx.packing.located import Located
 from moeflux_mlx.packing.mlx_layout import INDEX, LOADED
 from moeflux_mlx.packing.recipe import Recipe
 from moeflux_mlx.vision.encoder import is_installed
@@ -99,7 +100,7 @@ def test_an_image_encoder_is_kept_where_mlx_lm_skips_it(tmp_path, family):
     assert theirs and theirs.keys() == ours.keys()
     assert all(np.array_equal(theirs[name], ours[name]) for name in theirs)
     if is_installed():
-        assert isinstance(open_weights(tmp_path / "mlx").vision(), VisionFiles)
+        assert isinstance(open_weights(Located(tmp_path / "mlx")).vision(), VisionFiles)
 
 
 def encoder_of(path):

@@ -20,9 +20,10 @@ from moeflux_mlx.formats.record import PROJECTIONS
 from moeflux_mlx.model.tensors import needed, resident_bytes, token_bytes
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.opening.weights import open_weights
+from moeflux_mlx.packing.located import Located
 from moeflux_mlx.packing.recipe import PARTS, RECIPES, Recipe, part_of, read_recipe
 from moeflux_mlx.packing.suggest import unfinished_error
-from moeflux_mlx.plan import described_variant
+from moeflux_mlx.plan import describe_variant
 from moeflux_mlx.plan import main as plan
 from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs
@@ -232,8 +233,8 @@ def test_a_plan_counts_what_a_conversion_stores(tmp_path, capsys, content):
     own, args = written(tmp_path / "own.json", content), ModelArgs.from_dict(goldens.config("qwen3_next"))
     with on_cpu():
         convert(goldens.write_variant(tmp_path / "source", "qwen3_next", "hub"), tmp_path / "out", recipe=own)
-    weights = open_weights(tmp_path / "out")
-    planned = described_variant(args, str(own), mx.bfloat16)
+    weights = open_weights(Located(tmp_path / "out"))
+    planned = describe_variant(args, str(own), mx.bfloat16)
     assert planned.resident == resident_bytes(weights.shapes, mx.bfloat16)
     assert planned.dense == token_bytes(args, weights.shapes, mx.bfloat16)
     assert planned.layout.total_bytes == weights.experts.layout.total_bytes

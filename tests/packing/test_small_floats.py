@@ -18,6 +18,7 @@ from moeflux_mlx.files import read_json, tagged
 from moeflux_mlx.formats.checkpoint import read_config, read_header
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.opening.weights import open_weights
+from moeflux_mlx.packing.located import Located
 from moeflux_mlx.packing.lookup import find_matrix
 from moeflux_mlx.packing.source_format import SourceFormat
 from moeflux_mlx.quant import Quant
@@ -180,7 +181,7 @@ def test_forms_with_mlxs_bytes_run_in_place(tmp_path, name):
     weights = write_model(tmp_path / "source", make, hub)
     tokens = goldens.golden("qwen3_moe")[0]
     wanted = oracle.forward(goldens.config("qwen3_moe"), weights, tokens)
-    assert open_weights(tmp_path / "source").in_place
+    assert open_weights(Located(tmp_path / "source")).in_place
     for mode in ("pread", "resident"):
         with on_cpu():
             model = load_model(tmp_path / "source", dtype=mx.float32, expert_io=mode)

@@ -21,6 +21,7 @@ from moeflux_mlx.formats.packed import FOLDER, LAYOUT
 from moeflux_mlx.formats.pieces import ExpertFiles
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.opening.weights import model_fingerprint, open_weights
+from moeflux_mlx.packing.located import Located
 
 FAMILY = "qwen3_moe"
 
@@ -45,7 +46,7 @@ def record(files: ExpertFiles, layer, expert):
 
 
 def test_each_layer_is_distributed_over_all_directories(folders):
-    whole, striped = open_weights(folders / "whole").experts, open_weights(folders / "first").experts
+    whole, striped = open_weights(Located(folders / "whole")).experts, open_weights(Located(folders / "first")).experts
     for layer in whole.layout.moe_layers:
         for expert in range(whole.layout.num_experts):
             assert record(striped, layer, expert) == record(whole, layer, expert)
@@ -84,13 +85,13 @@ def edited(folders, tmp_path, change):
 def test_impossible_directories_are_refused(folders, tmp_path, names):
     path = edited(folders, tmp_path, lambda geometries: [one.update(directories=names) for one in geometries])
     with pytest.raises(ModelFileError, match="directories|bytes"):
-        open_weights(path)
+        open_weights(Located(path))
 
 
 def test_a_missing_directory_is_named(folders, tmp_path):
     path = edited(folders, tmp_path, lambda given: [one["directories"].__setitem__(1, "/no/drive") for one in given])
     with pytest.raises(ModelFileError, match="/no/drive, which has some of the experts, does not exist: connect"):
-        open_weights(path)
+        open_weights(Located(path))
 
 
 def test_directories_that_cannot_be_written_in_turn(folders, tmp_path):
@@ -143,7 +144,7 @@ def on_drive(files, number):
 
 
 def test_a_drive_that_hangs_does_not_delay_others(folders):
-    files, go_on = open_weights(folders / "first").experts, threading.Event()
+    files, go_on = open_weights(Located(folders / "first")).experts, threading.Event()
     answers = []
     with_slow = on_drive(files, 1)(lambda: answers.append(go_on.wait(10)))
     loader = StreamedExperts(files, reader=reader_of(files, with_slow))
@@ -162,7 +163,7 @@ def test_a_drive_that_hangs_does_not_delay_others(folders):
 
 
 def test_a_lost_drive_is_one_clear_error(folders):
-    files = open_weights(folders / "first").experts
+    files = open_weights(Located(folders / "first")).experts
 
     def lost():
         raise OSError(errno.EIO, "Input/output error")

@@ -14,6 +14,7 @@ from tiny_models import tiny_directory, write_tokenizer
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.evaluate import main
 from moeflux_mlx.opening.engine import open_engine
+from moeflux_mlx.packing.located import Located
 from moeflux_mlx.tools import evaluate as meter
 from moeflux_mlx.tools.evaluate import evaluate
 from moeflux_mlx.tools.readers import LayerReader
@@ -166,7 +167,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, argv, message):
 
 
 def layers(path):
-    return lambda: LayerReader(path, dtype=mx.float32)
+    return lambda: LayerReader(Located(path), dtype=mx.float32)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v4"])

@@ -18,7 +18,7 @@ from moeflux_mlx.opening import random_weights
 from moeflux_mlx.ops import backend, experts, linear
 from moeflux_mlx.ops.experts import Records, expert_ffn
 from moeflux_mlx.ops.forms import unpacked
-from moeflux_mlx.ops.tiles import CODE, TILES, TRIED, Tiles, joined, using
+from moeflux_mlx.ops.tiles import CODE, TILES, TRIED, Tiles, merged, using
 from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs, variants
 from moeflux_mlx.tools import tuning
@@ -105,7 +105,7 @@ def test_work_has_every_kernel_that_is_tried_and_gives_the_same_with_other_tiles
         kind(tiny_shapes()),
         [one for one in METAL if ("prompt_experts" in one) == (kind is tuning.prompt_work)],
     )
-    other = Asked(joined(ours))
+    other = Asked(merged(ours))
     assert tuning.is_right(work, CODE, other)
     assert {kernel for one in ours for kernel in one} <= other.kernels
     for factor in (1.05, float("nan")):
@@ -286,7 +286,7 @@ def test_tiles_are_found_stored_shown_used_and_forgotten(metal, cached, monkeypa
 def test_a_gain_below_two_percent_is_not_kept(metal, cached, monkeypatch):
     monkeypatch.setenv("MOEFLUX_TILES", "auto")
     monkeypatch.setattr(command, "shapes_of", lambda options: tiny_shapes())
-    for gain, found in ((1.015, {}), (1.03, joined(METAL))):
+    for gain, found in ((1.015, {}), (1.03, merged(METAL))):
         monkeypatch.setattr(tuning, "measured", lambda *_, gain=gain: gain)
         assert command.main([]) == 0
         assert file_of.choose("auto").found == found

@@ -99,7 +99,7 @@ def test_a_chat_keeps_its_images_and_takes_them_along(tmp_path, capsys, engine, 
 @needs_encoder
 def test_the_encoder_is_in_the_plan_unless_it_is_left_out(engine, capsys):
     without = open_engine(image_directory(FAMILY), dtype=mx.float32, vision=False)
-    files = vision.find_vision(image_directory(FAMILY), engine.model.args)
+    files = vision.find_vision(engine.weights.located, engine.model.args)
     demands = [one.plan.demand for one in (engine, without)]
     said = []
     for more in ([], ["--no-vision"]):

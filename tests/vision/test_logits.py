@@ -17,7 +17,7 @@ from moeflux_mlx.model import images
 from moeflux_mlx.model.span import Span
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend
-from moeflux_mlx.spec import ModelArgs
+from moeflux_mlx.packing.located import Located
 from moeflux_mlx.vision.vision import open_reader
 
 pytestmark = needs_encoder
@@ -69,7 +69,7 @@ def test_pixels_are_those_of_transformers(models, family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_reader_without_the_encoder_reads_what_the_model_encodes(models, family):
     model, path = models(family), image_directory(family)
-    reader = open_reader(path, ModelArgs.from_file(path))
+    reader = open_reader(Located(path))
     prompt, wanted = golden_prompt(family, reader, 2)
     assert prompt == golden_prompt(family, model.vision, 2)[0]
     assert np.abs(logits_of(model, prompt) - wanted).max() < TOLERANCE

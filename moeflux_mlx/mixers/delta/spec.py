@@ -1,11 +1,10 @@
 """The gated delta rule, as plain data."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from ...kinds.limits import check_width, not_multiple
-from ...kinds.mixer import Mflx, Mixer
+from ...kinds.mixer import Mixer
 from ...kinds.ngrams import NGrams
 
 LEAST_FLOOR = -5.0  # the least logarithm of a decay
@@ -42,16 +41,6 @@ class Delta(Mixer):
     gate: Literal["silu", "sigmoid"] = "silu"
     ngrams: NGrams | None = None
     channel_decay: ChannelDecay | None = None
-
-    @property
-    def mflx(self) -> Mflx | None:
-        if self.ngrams is not None:
-            return None
-        return Mflx(conv=math.prod(self.conv_shape), state=math.prod(self.state_shape))
-
-    @property
-    def telling_convolution(self) -> tuple[str, tuple[int, int, int]] | None:
-        return None if self.channel_decay else ("linear_attn.conv1d.weight", (self.channels, 1, self.taps))
 
     def check(self) -> None:
         if self.ngrams is not None:

@@ -6,7 +6,7 @@ from typing import Literal
 from ...errors import ConfigError
 from ...kinds.index import HeadBlocks, KeyBlocks
 from ...kinds.limits import WIDEST_HEAD, WIDEST_WINDOW, check_head, check_width, check_window, not_multiple
-from ...kinds.mixer import Attending, Mflx, Mixer
+from ...kinds.mixer import Attending, Mixer
 from ...kinds.query_scale import QueryFactor
 from ...kinds.rotation import Rotation
 
@@ -73,11 +73,6 @@ class GroupedQuery(Mixer):
 
     def with_kv_bits(self, kv_bits: Literal[8] | None) -> "GroupedQuery":
         return replace(self, kv_bits=kv_bits) if self.rounds_keys else self
-
-    @property
-    def mflx(self) -> Mflx | None:
-        is_plain = self.window is None and self.value_width == self.head_dim and self.blocks is None
-        return Mflx() if is_plain else None
 
     def check(self) -> None:
         if self.heads % self.kv_heads:

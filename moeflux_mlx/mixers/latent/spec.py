@@ -1,13 +1,12 @@
 """Attention to latents, as plain data."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ...errors import ConfigError
 from ...kinds.index import Indexer, KeyBlocks
 from ...kinds.limits import WIDEST_WINDOW, check_head, check_index_head, check_width
-from ...kinds.mixer import Attending, HeadStack, Mflx, Mixer, product_operations
+from ...kinds.mixer import Attending, Mixer, product_operations
 from ...kinds.query_scale import QueryFactor
 from ...kinds.rotation import Rotation
 
@@ -52,17 +51,6 @@ class Latent(Mixer):
     @property
     def has_own_choice(self) -> bool:
         return self.indexer is None or not self.indexer.reuses
-
-    @property
-    def stacks_of_heads(self) -> tuple[str, int, Sequence[HeadStack]]:
-        keys = HeadStack("embed_q", 0, self.nope, swapped=True)
-        return "kv_b_proj", self.heads, (keys, HeadStack("unembed_out", self.nope, self.value))
-
-    @property
-    def mflx(self) -> Mflx | None:
-        if self.indexer is not None or self.blocks is not None:
-            return None
-        return Mflx(latent=self.latent, rotated=self.rotated)
 
     def check(self) -> None:
         check_head(self.head_dim, self.rotation)

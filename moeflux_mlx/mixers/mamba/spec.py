@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ...kinds.limits import check_width, not_multiple
-from ...kinds.mixer import Mflx, Mixer, product_operations
+from ...kinds.mixer import Mixer, product_operations
 
 CHUNK = 64  # tokens that Mamba2 takes together
 
@@ -27,10 +27,6 @@ class Mamba2(Mixer):
     taps: int
     least_step: float = 0.0
     most_step: float | None = None
-
-    @property
-    def mflx(self) -> Mflx:
-        return Mflx(conv=math.prod(self.conv_shape), state=math.prod(self.state_shape))
 
     def check(self) -> None:
         if self.heads % self.groups:

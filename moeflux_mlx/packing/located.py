@@ -1,0 +1,101 @@
+"""A model's directory, looked at once: whatever opens the model or a part of it gets a `Located`, and asks it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ..errors import ModelFileError
+from ..files import JsonDict
+from ..formats.checkpoint import Checkpoint, open_checkpoint, read_config, safetensors_files
+from ..formats.packed import STATE, is_packed
+from ..quant import unquantized
+from ..spec import ModelArgs
+from ..text.tokenizer import TokenizerWrapper, load_tokenizer
+from .gguf_folder import described_files, open_described
+from .source_format import MXFP4, MXFP8, SourceFormat
+
+AS_PUBLISHED = (MXFP4, MXFP8)  # forms with MLX's bytes in files of any tool
+
+
+@dataclass(frozen=True)
+class Located:
+    """A directory that may hold a model: a packed one, a checkpoint, or what describes a GGUF.
+
+    Each answer is read when it is first asked for. Those from a file raise ModelFileError if it cannot be read.
+
+    Attributes:
+        path: the directory.
+        shards_in: other directories in which a checkpoint's safetensors files may lie.
+    """
+
+    path: Path
+    shards_in: Sequence[Path] = ()
+
+    @cached_property
+    def is_packed(self) -> bool:
+        """Whether a conversion into this directory has finished."""
+        return is_packed(self.path)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a conversion into this directory has begun, and not finished."""
+        return not self.is_packed and (self.path / STATE).exists()
+
+    @cached_property
+    def gguf(self) -> tuple[Path, ...]:
+        """The files of the GGUF that it describes; none: it is another kind of model."""
+        return described_files(self.path)
+
+    @cached_property
+    def config(self) -> JsonDict:
+        """What config.json says, as `read_config`."""
+        return read_config(self.path)
+
+    @cached_property
+    def args(self) -> ModelArgs:
+        """The model. Of a packed one also its quantisation, of which any other kind of directory says too little.
+
+        Raises:
+            ConfigError: a value in a configuration is not implemented.
+        """
+        return ModelArgs.from_file(self.path, self.config if self.is_packed else unquantized(self.config))
+
+    @cached_property
+    def tokenizer(self) -> TokenizerWrapper:
+        """Raises TokenizerError: the tokenizer files cannot be used."""
+        return load_tokenizer(self.path)
+
+    @property
+    def states_mlx(self) -> bool:
+        """Whether config.json says that everything is quantised by MLX, or in MLX's mxfp4 or mxfp8.
+
+        Raises:
+            ConfigError: it is of a model that does not run.
+        """
+        self.args  # noqa: B018  (the first error is that of the model)
+        form = SourceFormat(self.config)
+        return form.mlx or form.stated is not None and form.stated.default in AS_PUBLISHED
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is a packed model, a checkpoint that looks as MLX quantised it, or describes a GGUF.
+
+        Raises:
+            ConfigError: it is of a model that does not run.
+        """
+        if self.is_packed or self.gguf:
+            return True
+        is_half_packed = any(self.path.glob("resident*.safetensors"))
+        return not is_half_packed and bool(safetensors_files(self.path, self.shards_in)) and self.states_mlx
+
+
+def open_source(located: Located) -> Checkpoint:
+    """A checkpoint, or the GGUF that the directory describes; as `open_checkpoint`."""
+    if not located.gguf:
+        return open_checkpoint(located.path, located.shards_in)
+    first = located.gguf[0]
+    if located.shards_in:
+        raise ModelFileError(f"--shards-in is for safetensors files; the files of {first} must lie in one directory")
+    located.args  # noqa: B018  (checked before anything is made of a number of the file)
+    return open_described(located.path, first, located.config)
