@@ -192,7 +192,7 @@ def test_origins_and_hosts_are_compared_in_lower_case(capsys, rules):
 
 def test_several_ranks_answer_one_request_at_a_time():
     options = argparse.Namespace(
-        models=None, revision=None, shards_in=None, ranks=object(), idle_minutes=None, parallel=4
+        models=None, revision=None, shards_in=None, ranks=object(), idle_minutes=None, parallel=4, embedding_model=None
     )
     with pytest.raises(RequestError, match="--parallel is 4; several ranks answer one request at a time"):
         serve.run(options)
