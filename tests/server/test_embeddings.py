@@ -177,7 +177,7 @@ def test_its_memory_is_part_of_the_plan(path, tmp_path):
     from moeflux_mlx.cli.options import settings_of
 
     options.model = None
-    assert settings_of(options, None).beside == memory_of(path) > (path / "model.safetensors").stat().st_size
+    assert settings_of(options).beside == memory_of(path) > (path / "model.safetensors").stat().st_size
     assert LoadSettings().beside == 0
     with pytest.raises(ModelFileError, match="holds no embedding model"):
         memory_of(tmp_path)
