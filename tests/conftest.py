@@ -168,3 +168,20 @@ def interruptible():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def host():
+    """Gives launches a GPU, as `msl.launching`."""
+    from metal import msl
+
+    with msl.launching():
+        yield
+
+
+@pytest.fixture
+def ops(monkeypatch):
+    """Leaves everything to MLX's own operations."""
+    from moeflux_mlx.ops import backend
+
+    monkeypatch.setattr(backend, "name", lambda: "ops")

@@ -238,10 +238,6 @@ def _in_folder(plan: ConversionPlan, folder: Path | None) -> list[Unit]:
     return [one for one in plan.units if (Path(one.name).parent if Path(one.name).is_absolute() else None) == folder]
 
 
-def _of_others(folders: Sequence[Path]) -> dict[str, list[str]]:
-    return {"also": list(map(str, folders))} if folders else {}
-
-
 def _asked(
     wanted: Wanted, plan: ConversionPlan, share: RankShare | None, folders: Sequence[Path], layout: str
 ) -> dict[str, Any]:
@@ -249,11 +245,9 @@ def _asked(
     method = wanted.rounding.method
     rounding = {"rounding": method} if plan.rounds and method != MINMAX else {}
     others = {"layout": layout} if layout != PACKED else {}
-    return {**wanted.options, **rounding, **_of_rank(share), **_of_others(folders), **others}
-
-
-def _of_rank(share: RankShare | None) -> dict[str, int]:
-    return {} if share is None else {"ranks": len(share.owners.shares), "rank": share.rank}
+    also = {"also": list(map(str, folders))} if folders else {}
+    of_rank = {} if share is None else {"ranks": len(share.owners.shares), "rank": share.rank}
+    return {**wanted.options, **rounding, **of_rank, **also, **others}
 
 
 def _left_out(output: Output, plan: ConversionPlan) -> int:
@@ -274,7 +268,7 @@ def _at_once(
     kept, repaired = _write(output, plan, report, plan.total_bytes * (1 + verify))
     _finish(output, plan, checkpoint, found)
     if verify:
-        _verify(output, checkpoint, plan, report)
+        _verify(output, plan, report)
     if plan.index is not None:
         output.close()
     return kept, repaired
@@ -378,7 +372,7 @@ def _advance(progress: ByteProgress, start: int, total: int, name: str) -> Calla
     return advance
 
 
-def _verify(output: Output, checkpoint: Checkpoint, plan: ConversionPlan, progress: ByteProgress) -> None:
+def _verify(output: Output, plan: ConversionPlan, progress: ByteProgress) -> None:
     done = total = plan.total_bytes
     for unit in plan.units:
         output.compare(unit, _advance(progress, done, 2 * total, f"verify {unit.name}"))

@@ -101,7 +101,8 @@ def vision_of(
     kind, vision = _kind_of(config), config.get("vision_config")
     if kind is None or not isinstance(vision, dict):
         return None
-    tensors = {plain: tensor for name, tensor in merged.items() if (plain := plain_name(_unwrapped(name)))}
+    named = ((name.removeprefix("language_model."), tensor) for name, tensor in merged.items())
+    tensors = {plain: tensor for name, tensor in named if (plain := plain_name(name))}
     token = next((config[name] for name in kind.token.split("|") if type(config.get(name)) is int), None)
     if not tensors or token is None:
         return None
@@ -110,10 +111,6 @@ def vision_of(
     rotation = args.attention.rotation if args.attention else None
     processor = processor_of(kind.processor, settings, vision)
     return VisionFiles(kind, config, tensors, processor, token, bool(rotation and rotation.axes))
-
-
-def _unwrapped(name: str) -> str:
-    return name.removeprefix("language_model.")
 
 
 def _size(vision: JsonObject, names: Sequence[str]) -> int:

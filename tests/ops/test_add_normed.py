@@ -16,12 +16,6 @@ pytestmark = pytest.mark.usefixtures("cpu_device")
 EPS = 1e-3
 
 
-@pytest.fixture
-def host():
-    with msl.launching():
-        yield
-
-
 def case(shape, dtype=mx.float32, seed=0):
     """Returns h, two results and three norms."""
     rng = np.random.default_rng(seed)

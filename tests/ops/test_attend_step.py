@@ -5,6 +5,7 @@ import contextlib
 import mlx.core as mx
 import numpy as np
 import pytest
+from floats import wide
 from grids import drawn, one_in_three
 
 from metal import fast, msl
@@ -38,16 +39,6 @@ CASES = {  # heads, kv heads, width, gates, rotation, switches
     "8 bits, two groups, gates": (3, 1, 128, True, Rotation(16, 1e4), {"kv_bits": 8}),
     "8 bits, window, narrow values": (4, 2, 96, False, Rotation(64, 1e4), {"window": 5, "value_dim": 32, "kv_bits": 8}),
 }
-
-
-@pytest.fixture
-def host():
-    with msl.launching():
-        yield
-
-
-def wide(a):
-    return np.array(a.astype(mx.float32)).astype(np.float64)
 
 
 class Layer:

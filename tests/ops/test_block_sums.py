@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from floats import wide
 
 from metal import msl
 from moeflux_mlx.ops import backend, block_sums
@@ -17,10 +18,6 @@ def case(count, D, dtype):
     rng = np.random.default_rng(count)
     h, out = (mx.array(rng.normal(size=(1, 1, width)).astype(np.float32)).astype(dtype) for width in (count * D, D))
     return h, out, mx.array((rng.normal(size=D) / D**0.5).astype(np.float32))
-
-
-def wide(a):
-    return np.array(a.astype(mx.float32)).astype(np.float64)
 
 
 def wanted(h, weight):

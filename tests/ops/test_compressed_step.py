@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 import pytest
+from floats import wide
 
 from metal import fast, msl
 from moeflux_mlx.kinds import Indexer, Rotation
@@ -57,10 +58,6 @@ CASES = [
     Case(4, 64, 1199, 141, 2, 640, top=137, borrows=True),  # of DeepSeek-V4.1
     Case(8, 64, 1200, 141, 4, 320, top=137),
 ]
-
-
-def wide(a):
-    return np.array(a.astype(mx.float32)).astype(np.float64)
 
 
 def rotated(rows, position, rope, interleaved):

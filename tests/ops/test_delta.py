@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
+from floats import wide
 from grids import drawn
 from tile_choices import Chosen
 
@@ -24,12 +25,6 @@ LIMITS = {mx.float32: 2e-5, mx.bfloat16: 1.2e-2, mx.float16: 2e-3}  # largest er
 
 
 @pytest.fixture
-def host():
-    with msl.launching():
-        yield
-
-
-@pytest.fixture
 def text_only():
     with msl.launching(msl.TextKernel):
         yield
@@ -37,10 +32,6 @@ def text_only():
 
 def random(rng, *shape, dtype=mx.float32, scale=1.0):
     return mx.array((rng.normal(size=shape) * scale).astype(np.float32)).astype(dtype)
-
-
-def wide(a):
-    return np.array(a.astype(mx.float32)).astype(np.float64)
 
 
 def error(got, want):

@@ -18,12 +18,6 @@ pytestmark = pytest.mark.usefixtures("cpu_device")
 FLOATS = [mx.float32, mx.bfloat16, mx.float16]
 
 
-@pytest.fixture
-def host():
-    with msl.launching():
-        yield
-
-
 def random_records(count, record, seed=0):
     """Returns random codes, with scales and biases of any exponent that float16 holds."""
     rng = np.random.default_rng(seed)

@@ -183,12 +183,6 @@ def test_operations_match_oracle(case):
     assert error(case.stepped(mx.array), case.want()) < 1e-5
 
 
-@pytest.fixture
-def host():
-    with msl.launching():
-        yield
-
-
 KERNELS = [  # each activation is a variant of Metal's source
     (STORED[0], ACTIVATIONS[4], mx.bfloat16, True, (2880, 64)),
     (STORED[0], ACTIVATIONS[3], mx.float32, False, (128, 320)),

@@ -52,17 +52,6 @@ def grid(cases, **more):
     return pytest.mark.parametrize("quant, kind", cases, ids=map(named, cases), **more)
 
 
-@pytest.fixture
-def host():
-    with msl.launching():
-        yield
-
-
-@pytest.fixture
-def ops(monkeypatch):
-    monkeypatch.setattr(backend, "name", lambda: "ops")
-
-
 class Stored:
     """A random matrix: its parts as numpy arrays (bfloat16 as uint16), and its values in float64."""
 

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from floats import wide
 
 from metal import msl
 from moeflux_mlx.kinds import GatedConnections
@@ -32,10 +33,6 @@ def connection(D, rule, quant, dtype, is_last):
             )
     made.arrange()
     return made, [wide(w) for w in matrices]
-
-
-def wide(a):
-    return np.array(a.astype(mx.float32)).astype(np.float64)
 
 
 def sigmoid(x):

@@ -5,6 +5,7 @@ import contextlib
 import mlx.core as mx
 import numpy as np
 import pytest
+from floats import wide
 from grids import one_in_three
 
 from metal import msl
@@ -73,10 +74,6 @@ class Layer:
         assert mx.array_equal(chosen[0, 0], index.best(scores, self.indexer.top, mx))
         errors = want - np.array(scores), key - wide(self.cache.state[0])[0, 0, offset]
         return max(np.abs(error).max() / np.abs(of).max() for error, of in zip(errors, (want, key), strict=True))
-
-
-def wide(a):
-    return np.array(a.astype(mx.float32)).astype(np.float64)
 
 
 @msl.needed

@@ -8,6 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from floats import wide
 from grids import drawn, one_in_three
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,17 +49,6 @@ METAL_TEXTS = sorted(p.name for p in directory("metal").iterdir() if p.suffix ==
 
 
 @pytest.fixture
-def host():
-    with msl.launching():
-        yield
-
-
-@pytest.fixture
-def ops(monkeypatch):
-    monkeypatch.setattr(backend, "name", lambda: "ops")
-
-
-@pytest.fixture
 def cuda_tiles():
     """Uses the tiles measured for CUDA in Metal's source: other lane counts and splits."""
     with using(Chosen(OF_CUDA)):
@@ -66,10 +56,6 @@ def cuda_tiles():
 
 
 # ---- oracle in float64
-
-
-def wide(a):
-    return np.array(a.astype(mx.float32)).astype(np.float64)
 
 
 def bfloat16(values):

@@ -5,6 +5,7 @@ import contextlib
 import mlx.core as mx
 import numpy as np
 import pytest
+from floats import wide
 from grids import drawn, one_in_three
 from test_attend_step import check_stand_in
 
@@ -32,16 +33,6 @@ CASES = {  # heads, nope, latent, v, columns, rotation, stored queries, keys and
     "codes": (4, 16, 192, 24, 320, Rotation(64, 1e6, YARN), (Quant(5, 64), Quant(4, 64), Quant(3, 32)), False),
     "transposed codes": (9, 64, 64, 8, 64, PAIRS, (Quant(4, 32, "mxfp4"), Quant(8, 32), Quant(4, 32, "mxfp4")), True),
 }
-
-
-@pytest.fixture
-def host():
-    with msl.launching():
-        yield
-
-
-def wide(a):
-    return np.array(a.astype(mx.float32)).astype(np.float64)
 
 
 class Layer:

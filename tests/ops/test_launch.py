@@ -22,12 +22,6 @@ TYPES = (mx.float32, mx.bfloat16, mx.float16, mx.uint32, mx.uint8)
 
 
 @pytest.fixture
-def host():
-    with msl.launching():
-        yield
-
-
-@pytest.fixture
 def handed(monkeypatch):
     """Collects the names of the inputs of every launch."""
     seen, build = [], Kernel.build

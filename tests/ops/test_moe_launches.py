@@ -33,12 +33,6 @@ pytestmark = pytest.mark.usefixtures("cpu_device")
 SIGMOID = Router(64, 6, "sigmoid", True, 8, 4, scale=2.5)
 
 
-@pytest.fixture
-def host():
-    with msl.launching():
-        yield
-
-
 def random(rng, *shape, dtype=mx.float32):
     return mx.array(rng.normal(size=shape).astype(np.float32)).astype(dtype)
 

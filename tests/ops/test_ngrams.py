@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from floats import wide
 
 from metal import msl
 from moeflux_mlx.kinds import NGrams
@@ -11,10 +12,6 @@ from moeflux_mlx.ops import backend, ngrams
 pytestmark = pytest.mark.usefixtures("cpu_device")
 LIMITS = {mx.float32: 1e-5, mx.bfloat16: 2e-2}
 EPS = 1e-3
-
-
-def wide(a):
-    return np.array(a.astype(mx.float32)).astype(np.float64)
 
 
 def normed(rows):

@@ -29,12 +29,6 @@ ROWS = 3
 
 
 @pytest.fixture
-def host():
-    with msl.launching():
-        yield
-
-
-@pytest.fixture
 def plain(monkeypatch):
     use_plain_operations(monkeypatch)
 

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from floats import wide
 
 from metal import msl
 from moeflux_mlx.kinds import HyperConnections, IndependentConnections
@@ -20,10 +21,6 @@ def case(rule, D, dtype, seed=0):
     fn, base = (rng.normal(size=shape) / shape[-1] ** 0.5 for shape in ((rows, n * D), (rows,)))
     arrays = [mx.array(part.astype(np.float32)) for part in (fn, base, rng.normal(size=rule.kinds))]
     return h, out, streams.Mapping(*arrays, launch.pack(arrays[1:]))
-
-
-def wide(a):
-    return np.array(a.astype(mx.float32)).astype(np.float64)
 
 
 def wanted(h, out, by, rule):

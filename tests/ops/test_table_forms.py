@@ -18,12 +18,6 @@ pytestmark = pytest.mark.usefixtures("cpu_device")
 TABLES = [name for name, mode in GGUF_MODES.items() if mode.codes == TABLE]
 
 
-@pytest.fixture
-def host():
-    with msl.launching():
-        yield
-
-
 def experts_of(first, last):
     return Experts((of(first), of(first), of(last)), "")
 

@@ -204,6 +204,13 @@ def model_is_read(path):
         return str(error)
 
 
+def test_a_configuration_is_read_once(tmp_path, monkeypatch):
+    made, make = [], ModelArgs.from_dict.__func__
+    monkeypatch.setattr(ModelArgs, "from_dict", classmethod(lambda cls, *given: made.append(1) or make(cls, *given)))
+    load_model(write_model(tmp_path, "qwen3_moe", count=1)).experts.close()
+    assert made == [1]
+
+
 def test_experts_as_floats_must_be_converted(tmp_path):
     path = write_model(tmp_path, "qwen3_moe", count=1)
     tensors = goldens.variant_tensors("qwen3_moe", "mlx4")
