@@ -5,12 +5,14 @@ Ling 2.6 has the same `model_type` and another linear attention, which is not im
 
 from dataclasses import replace
 
+import numpy as np
+
 from ..errors import ConfigError
 from ..files import JsonDict
 from ..kinds import Mixer
 from ..mixers.delta.spec import LEAST_FLOOR, ChannelDecay, Delta
+from .deepseek import GGUF_NAMES, OF_LATENT_HEAD, gguf_latent, latent_attention
 from .deepseek import RENAMES as OF_DEEPSEEK
-from .deepseek import latent_attention
 from .fields import (
     FULL,
     LINEAR,
@@ -24,6 +26,8 @@ from .fields import (
     layers,
     noaux_experts,
 )
+from .gguf import Change, GgufFamily, Metadata
+from .glm5_next import DELTA_NAMES, delta_change
 
 
 def _bailing_hybrid(read: Fields) -> JsonDict:
@@ -61,3 +65,35 @@ RENAMES = (
     *OF_DEEPSEEK,
 )
 FAMILIES = {"bailing_hybrid": Family(_bailing_hybrid, renames=RENAMES)}
+
+
+def _gguf(read: Metadata) -> JsonDict:
+    """Layers without key heads have the delta rule."""
+    read.must_equal("kda.safe_gate", True)
+    return {
+        "model_type": "bailing_hybrid",
+        **read.sizes(),
+        **read.noaux(),
+        **gguf_latent(read),
+        "kda_safe_gate": True,
+        "layer_types": [FULL if count else LINEAR for count in read.heads_or_none()],
+        "linear_head_dim": read.count("kda.head_dim"),
+        "kda_lower_bound": read.number("kda.gate_lower_bound"),
+        "short_conv_kernel_size": read.count("ssm.conv_kernel"),
+        "rope_theta": read.theta(),
+        "rope_scaling": read.rope_scaling(),
+    }
+
+
+def _change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change | None:
+    """As in Kimi Linear, but for the sign of exp(A_log)."""
+    change = delta_change(config, name, shape)
+    return Change(change.shape, values=np.log) if change and name.endswith(".A_log") else change
+
+
+NAMES = (
+    *(("ssm_f_a.", "self_attn.f_proj."), ("ssm_g_a.", "self_attn.g_proj."), ("attn_gate.", "self_attn.g_proj.")),
+    *DELTA_NAMES,
+    *GGUF_NAMES,
+)
+GGUF = {"bailingmoe3": GgufFamily(_gguf, NAMES, _change, OF_LATENT_HEAD)}

@@ -21,6 +21,7 @@ from .fields import (
     out_of_range,
     sizes,
 )
+from .gguf import ATTENTION, DENSE, EXPERTS, SHARED_EXPERT, SIGMOID, GgufFamily, Metadata
 
 # Of transformers' class, where the published file leaves a field out.
 USUAL = {"head_dim": 128, "rope_theta": 1e4, "sliding_window": 4096, "first_k_dense_replace": 0}
@@ -91,3 +92,32 @@ def _mixers(read: Fields, sparse: Sequence[int]) -> list[GroupedQuery]:
 
 RENAMES = ((".mlp.shared_experts.", ".mlp.shared_expert."),)
 FAMILIES = {"cohere2_moe": Family(_cohere2_moe, renames=RENAMES)}
+
+
+def _gguf(read: Metadata) -> JsonDict:
+    """With an epsilon of norms without a mean all norms have none. llama.cpp rotates the first, dense layers, and
+    averages shared and routed experts."""
+    read.must_be_unscaled()
+    read.must_equal("expert_gating_func", SIGMOID)
+    dense = read.count("leading_dense_block_count")
+    return {
+        "model_type": "cohere2_moe",
+        **read.lengths(),
+        **read.attention(),
+        **read.choice(),
+        "expert_selection_fn": "sigmoid",
+        "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon", None),
+        "layer_norm_eps": read.number("attention.layer_norm_epsilon", None),
+        "intermediate_size": read.count("expert_feed_forward_length"),
+        "prefix_dense_intermediate_size": read.count("feed_forward_length") if dense else None,
+        "first_k_dense_replace": dense,
+        "num_shared_experts": read.count("expert_shared_count", 0),
+        "norm_topk_prob": read.flag("expert_weights_norm", False),
+        "layer_types": [SLIDING if slides else FULL for slides in read.windows(4, full_first=True)],
+        "sliding_window": read.count("attention.sliding_window"),
+        "logit_scale": read.number("logit_scale"),
+    }
+
+
+UNREAD = {"attention.layer_norm_epsilon": "the epsilon of norms without a mean stands beside it"}
+GGUF = {"cohere2moe": GgufFamily(_gguf, (*ATTENTION, *DENSE, *EXPERTS, *SHARED_EXPERT), unread=UNREAD)}

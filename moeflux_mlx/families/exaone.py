@@ -17,6 +17,7 @@ from .fields import (
     layers,
     noaux_experts,
 )
+from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, GgufFamily, Metadata
 
 
 def _exaone_moe(read: Fields) -> JsonDict:
@@ -38,3 +39,17 @@ def _alternating(read: Fields, window: int | None) -> list[str]:
 
 
 FAMILIES = {"exaone_moe": Family(_exaone_moe, renames=RENAMES)}
+
+
+def _gguf(read: Metadata) -> JsonDict:
+    return {
+        "model_type": "exaone_moe",
+        **read.sizes(),
+        **read.attention(),
+        **read.noaux(),
+        "layer_types": [SLIDING if slides else FULL for slides in read.windows(4)],
+        "sliding_window": read.count("attention.sliding_window"),
+    }
+
+
+GGUF = {"exaone-moe": GgufFamily(_gguf, (*ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}

@@ -35,12 +35,15 @@ class Metadata(Rotations):
         return next(layer for layer in itertools.count() if f"blk.{layer}.ffn_gate.weight" not in self.tensors)
 
     def sizes(self) -> JsonDict:
+        """The fields of config.json that all families have whose norms have no mean."""
+        return {**self.lengths(), "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon")}
+
+    def lengths(self) -> JsonDict:
         """The fields of config.json that all families have."""
         return {
             "num_hidden_layers": self.layers,
             "hidden_size": self.count("embedding_length"),
             "max_position_embeddings": self.count("context_length"),
-            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"),
             "vocab_size": self.count("vocab_size", None) or len(self.anywhere("tokenizer.ggml.tokens", list, [])),
         }
 

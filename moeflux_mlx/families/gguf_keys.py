@@ -168,6 +168,29 @@ class Keys:
             raise ConfigError(f"GGUF metadata {self.architecture}.{key} has no {kind.__name__} for each layer")
         return list(values[: self.layers])
 
+    def windows(self, every: int, full_first: bool = False) -> list[bool]:
+        """Which layers have a window, by a list, or by a period, of which one layer has none: `full_first`, else its
+        last. `every`: the period where the key is missing.
+
+        Raises:
+            ConfigError: the list or the period is none.
+        """
+        key = "attention.sliding_window_pattern"
+        if isinstance(self._value(f"{self.architecture}.{key}"), list):
+            values = self.anywhere(f"{self.architecture}.{key}", list)[: self.layers]
+            if len(values) == self.layers and all(type(one) in (bool, int) and one in (0, 1) for one in values):
+                return list(map(bool, values))
+            raise ConfigError(f"GGUF metadata {self.architecture}.{key} has no 0 or 1 for each of {self.layers} layers")
+        period = self.count(key, every)
+        if period < 1:
+            raise ConfigError(f"GGUF metadata {self.architecture}.{key} is {period}; expected 1 or more")
+        return [layer % period != (0 if full_first else period - 1) for layer in range(self.layers)]
+
+    def of_each(self, key: str) -> list[int]:
+        """An integer of each layer, which may be given once for all of them."""
+        value = self._value(f"{self.architecture}.{key}")
+        return self.each_layer(key, int) if isinstance(value, list) else [self.count(key)] * self.layers
+
     def each_number(self, key: str) -> list[float] | None:
         """The floats of a key that has one for each layer; None: it is missing."""
         values = self.each_layer(key, float, [])

@@ -19,6 +19,7 @@ from .fields import (
     rotation,
     scale,
 )
+from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, SIGMOID, GgufFamily, Metadata, share_of
 
 
 def _laguna(read: Fields) -> JsonDict:
@@ -68,3 +69,43 @@ RENAMES = (
     (".mlp.shared_experts.", ".mlp.shared_expert."),
 )
 FAMILIES = {"laguna": Family(_laguna, renames=RENAMES)}
+
+
+def _gguf(read: Metadata) -> JsonDict:
+    """Without a window all layers see everything."""
+    read.must_equal("expert_gating_func", SIGMOID)
+    read.must_equal("expert_weights_norm", True)
+    window, width, theta = read.count("attention.sliding_window", 0), read.head_width(1), read.theta()
+    turned = read.count("rope.dimension_count", width)
+    narrow = read.count("rope.dimension_count_swa", turned)
+    slides = read.windows(4, full_first=True) if window else [False] * read.layers
+    return {
+        "model_type": "laguna",
+        **read.sizes(),
+        **read.experts(),
+        "num_attention_heads_per_layer": read.of_each("attention.head_count"),
+        "num_key_value_heads": read.of_layers("attention.head_count_kv", read.layers),
+        "num_attention_heads": read.of_each("attention.head_count")[0],
+        "head_dim": width,
+        "layer_types": [SLIDING if one else FULL for one in slides],
+        "sliding_window": window or None,
+        "intermediate_size": read.count("feed_forward_length"),
+        "shared_expert_intermediate_size": read.count("expert_shared_feed_forward_length"),
+        "moe_routed_scaling_factor": read.weights_scale(),
+        "first_k_dense_replace": read.count("leading_dense_block_count"),
+        "rope_parameters": {
+            FULL: {
+                "rope_theta": theta,
+                "partial_rotary_factor": share_of(turned, width),
+                **(read.rope_scaling() or {}),
+            },
+            SLIDING: {
+                "rope_theta": read.number("rope.freq_base_swa", theta),
+                "partial_rotary_factor": share_of(narrow, width),
+            },
+        },
+    }
+
+
+NAMES = (("attn_gate.", "self_attn.g_proj."), *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT)
+GGUF = {"laguna": GgufFamily(_gguf, NAMES)}

@@ -42,13 +42,12 @@ def _gguf(read: Metadata) -> JsonDict:
     routing weights of this architecture, as the published model does."""
     attention = read.attention()
     theta, scaling = attention.pop("rope_theta"), attention.pop("rope_scaling")
-    slides = read.each_layer("attention.sliding_window_pattern", bool)
     return {
         "model_type": "mellum",
         **read.sizes(),
         **attention,
         **read.experts(),
-        "layer_types": [SLIDING if one else FULL for one in slides],
+        "layer_types": [SLIDING if slides else FULL for slides in read.windows(4)],
         "sliding_window": read.count("attention.sliding_window"),
         "rope_parameters": {
             FULL: {"rope_theta": theta, **(scaling or {})},

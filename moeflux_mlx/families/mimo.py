@@ -1,5 +1,6 @@
 """MiMo-V2-Flash and V2.6: all layers but a few have a window, with sinks and another number of key heads."""
 
+from ..errors import ConfigError
 from ..files import JsonDict
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import (
@@ -17,6 +18,7 @@ from .fields import (
     rotation,
 )
 from .fused_rows import joined_attention
+from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, GgufFamily, Metadata
 
 
 def _mimo_v2_flash(read: Fields) -> JsonDict:
@@ -84,3 +86,39 @@ RENAMES = (
 )
 MIMO = Family(_mimo_v2_flash, renames=RENAMES, fused_rows=joined_attention)
 FAMILIES = {"mimo_v2_flash": MIMO, "mimo_v2": MIMO}
+
+
+def _gguf(read: Metadata) -> JsonDict:
+    """llama.cpp always normalises the routing weights of this architecture, as the published models do. Its windows
+    have a position less than transformers'."""
+    kinds, heads = read.windows(6), read.of_each("attention.head_count_kv")
+    of_kind = {slides: count for slides, count in zip(kinds, heads, strict=True)}
+    if any(of_kind[slides] != count for slides, count in zip(kinds, heads, strict=True)):
+        raise ConfigError("GGUF metadata mimo2.attention.head_count_kv differs between layers of one kind")
+    sinks = {kinds[i] for i in range(read.layers) if f"blk.{i}.attn_sinks.weight" in read.tensors}
+    width, theta = read.count("attention.key_length"), read.theta()
+    return {
+        "model_type": "mimo_v2_flash",
+        **read.sizes(),
+        **read.noaux(),
+        "norm_topk_prob": True,
+        "num_attention_heads": read.of_layers("attention.head_count", read.layers),
+        "num_key_value_heads": of_kind.get(False, heads[0]),
+        "swa_num_key_value_heads": of_kind.get(True, heads[0]),
+        "head_dim": width,
+        "v_head_dim": read.count("attention.value_length", width),
+        "rope_theta": theta,
+        "swa_rope_theta": read.number("rope.freq_base_swa", theta),
+        "partial_rotary_factor": read.share_rotated(),
+        "hybrid_layer_pattern": list(map(int, kinds)),
+        "sliding_window_size": read.count("attention.sliding_window"),
+        "attention_value_scale": read.number("attention.value_scale", 1.0) or 1.0,
+        "first_k_dense_replace": read.leading_dense(),
+        "add_swa_attention_sink_bias": True in sinks,
+        "add_full_attention_sink_bias": False in sinks,
+        "rope_scaling": read.rope_scaling(),
+    }
+
+
+NAMES = (("attn_sinks.weight", "self_attn.sinks"), ("attn_qkv.", "self_attn.qkv_proj."))
+GGUF = {"mimo2": GgufFamily(_gguf, (*NAMES, *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}

@@ -141,9 +141,7 @@ def _gguf(read: Metadata) -> JsonDict:
     return {
         "model_type": "nemotron_h",
         "hybrid_override_pattern": "".join(pattern),
-        "num_hidden_layers": read.layers,
-        "hidden_size": read.count("embedding_length"),
-        "max_position_embeddings": read.count("context_length"),
+        **read.lengths(),
         "layer_norm_epsilon": eps,
         **read.router(),
         "moe_intermediate_size": read.count("expert_feed_forward_length"),

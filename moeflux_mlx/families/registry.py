@@ -105,4 +105,9 @@ GGUF: dict[str, GgufFamily] = {
     **mellum.GGUF,
     **dots1.GGUF,
     **sarvam.GGUF,
+    **bailing.GGUF,
+    **exaone.GGUF,
+    **cohere.GGUF,
+    **laguna.GGUF,
+    **mimo.GGUF,
 }

@@ -125,7 +125,7 @@ FAMILIES = {"step3p5": Family(_step3p5, ZERO_CENTRED, RENAMES)}
 
 def _gguf(read: Metadata) -> JsonDict:
     """Of layers without a window half of a head rotates, by published configurations and in llama.cpp."""
-    kinds = [SLIDING if slides else FULL for slides in read.each_layer("attention.sliding_window_pattern", bool)]
+    kinds = [SLIDING if slides else FULL for slides in read.windows(4)]
     read.must_equal("expert_gating_func", SIGMOID)
     read.must_equal("moe_every_n_layers", 1)
     width, theta, dense = read.head_width(1), read.theta(), read.count("leading_dense_block_count", 0)
@@ -165,7 +165,7 @@ def _gguf_heads(read: Metadata, kinds: list[str], name: str) -> dict[str, int]:
     Raises:
         ConfigError: layers of a kind differ.
     """
-    counts = read.each_layer(f"attention.{name}", int)
+    counts = read.of_each(f"attention.{name}")
     of_kind = dict(zip(kinds, counts, strict=True))
     if any(of_kind[kind] != count for kind, count in zip(kinds, counts, strict=True)):
         raise ConfigError(f"GGUF metadata step35.attention.{name} differs between layers of one kind")

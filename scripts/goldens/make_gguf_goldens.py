@@ -93,10 +93,17 @@ def metadata_of(reader):
 def source_of(tagged, array, weights):
     """Returns how a tensor is changed, and where its values come from."""
     values = np.asarray(tagged, np.float64)
-    for change, places, error in (("same", values, 0), ("plus one", values - 1, 0), ("minus exp", -values, 1)):
+    for change, places, error in (
+        ("same", values, 0),
+        ("plus one", values - 1, 0),
+        ("minus exp", -values, 1),
+        ("exp", values, 1),
+    ):
         numbers = np.rint(places / 4)
         if (numbers > 0).all() and np.abs(places - 4 * numbers).max() <= error:
-            return change, numbers.astype(np.int64).reshape(-1) - 1
+            places = numbers.astype(np.int64).reshape(-1) - 1
+            is_of_logarithms = places.max() < sum(one.size for name, one in weights.items() if name.endswith("A_log"))
+            return "exp" if is_of_logarithms and change == "same" else change, places
     start = 0  # the converter makes the mean zero, as it is in ours
     for name in converted_gguf.order(weights):
         if np.array_equal(weights[name].reshape(-1), array.reshape(-1)):

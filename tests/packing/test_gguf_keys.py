@@ -35,7 +35,7 @@ NEWER = (
 )
 YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 512, "yarn_beta_fast": 8.0, "yarn_beta_slow": 1.0}
 # Some have another scaling, the others refuse YaRN, or rotate nothing.
-UNSCALED = ("llama4", "gemma4", "step35", "glm5-next", "kimi-linear", "nemotron_h_moe")
+UNSCALED = ("llama4", "gemma4", "step35", "glm5-next", "kimi-linear", "nemotron_h_moe", "cohere2moe")
 OF_YARN = {f"rope.scaling.{key}" for key in SCALING}
 ABSENT = (3, 0.5, True, False, "x", [3], [0.5], [True] * 99)  # values of a key that the file does not have
 ROTATING = ("rope.", "attention.sliding_window", "attention.scale", "softcapping", "_scale", "weights_norm", "epsilon")
@@ -130,7 +130,9 @@ def test_no_key_is_left_out(family):
     architecture, metadata, *tensors = described(family)
     base = config_of(architecture, metadata, *tensors)[1]
     listed, dropped = UNREAD.keys() | GGUF[architecture].unread.keys() | {"rope.scale_linear"}, []
-    listed |= OF_YARN - {"rope.scaling.factor"} if architecture in UNSCALED else set()
+    says_none = metadata.get(f"{architecture}.rope.scaling.type") == "none"  # then no factor means anything
+    if architecture in UNSCALED:
+        listed |= OF_YARN if says_none else OF_YARN - {"rope.scaling.factor"}
     for key in sorted(all_keys() - listed):
         name = f"{architecture}.{key}"
         values = others(metadata[name]) if name in metadata else ABSENT

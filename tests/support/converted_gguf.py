@@ -24,8 +24,11 @@ FAMILIES = tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 # Changes of the tiny configurations: what the converter takes, and values for which GGUF has no keys. Models that they
 # change have no golden.
 FIELDS = {
+    "laguna": {
+        "moe_router_logit_softcapping": 0.0,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+    },
     "deepseek_v4": {"compress_rate_hca": 128},
-    "nemotron_h": {"time_step_limit": [0.0, math.inf], "max_position_embeddings": 1 << 20},
     "nemotron_h_latent": {"time_step_limit": [0.0, math.inf], "max_position_embeddings": 1 << 20},
     "step3p5": {"rope_theta": [50.0, 1e4, 1e4, 1e4, 50.0, 1e4]},
     "kimi_linear": {"linear_attn_config": {"num_heads": 4}},
@@ -39,10 +42,16 @@ FIELDS = {
     "minimax_m3_vl": {"swiglu_limit": 7.0},
 }
 HEADS = ("num_nextn_predict_layers",)  # numbers of draft heads, which are left out
-ARCHITECTURES = {"hy_v4_vl": "HYV4ForCausalLM"}  # the converter's names, where the tiny configurations have others
+# The converter's name of a model, where the tiny configuration has another.
+ARCHITECTURES = {"hy_v4_vl": "HYV4ForCausalLM"}
 GOLDEN = tuple(family for family in FAMILIES if family not in FIELDS and family != "sarvam_moe")
-CHANGES = {"same": lambda w: w, "plus one": lambda w: w + np.float32(1), "minus exp": lambda w: -np.exp(w)}
-BACK = {"same": lambda v: v, "plus one": lambda v: v - np.float32(1), "minus exp": lambda v: np.log(-v)}
+# From values of a checkpoint to those of a GGUF, and back.
+CHANGES = {
+    "same": (lambda w: w, lambda v: v),
+    "plus one": (lambda w: w + np.float32(1), lambda v: v - np.float32(1)),
+    "exp": (np.exp, np.log),
+    "minus exp": (lambda w: -np.exp(w), lambda v: np.log(-v)),
+}
 
 
 @functools.cache
@@ -149,7 +158,8 @@ def pieces(family, weights):
         where = places[start : start + int(np.prod(shape))]
         start += len(where)
         values = every[where].astype(np.int32 if kind == "I32" else np.float32)
-        yield name, kind, CHANGES[change](values).reshape(shape), BACK[change], where
+        there, back = CHANGES[change]
+        yield name, kind, there(values).reshape(shape), back, where
 
 
 def put_back(weights, changed):
