@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..files import JsonDict
-from ..kinds import LayerSpec, Residual, Router
+from ..kinds import LayerSpec, Residual
 from ..kinds.limits import not_multiple
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import (
@@ -39,15 +39,16 @@ def _k2_horizon(read: Fields) -> JsonDict:
         read.must_equal(name, wanted)
     if read.required("attention_gate_func", str) != "softplus":
         read.must_equal("attention_gate_func", "softplus")
-    rule = {"score": "sigmoid", "correction_bias": True, "scale": scale(read, "router_scaling_factor")}
+    factor = scale(read, "router_scaling_factor")
+    moe = experts(read, shared_expert(read), score="sigmoid", correction_bias=True, scale=factor)
     dense = grouped_query(read, norm=None, gate="softplus2")
-    chooser = Router(read.count("mova_num_experts", most=1024), read.count("mova_num_experts_per_tok"), **rule)
+    counts = {"experts": read.count("mova_num_experts", most=1024), "top_k": read.count("mova_num_experts_per_tok")}
+    chooser = replace(moe.router, **counts)
     sparse, of_chosen = sparse_layers(read), replace(dense, value_experts=chooser)
     mixers = [of_chosen if i in sparse else dense for i in range(layer_count(read))]
     groups, hidden = read.count("layernorm_num_groups", most=1024), read.count("hidden_size")
     if hidden % (16 * groups):
         raise not_multiple("hidden_size", hidden, "16 * layernorm_num_groups", 16 * groups)
-    moe = experts(read, shared_expert(read), **rule)
     return {**common(read), "layers": layers(read, mixers, moe, sparse, Residual(norm_groups=groups))}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from ...ops.backend import AnyArray, Array, computes_at_once
+from ...ops.backend import AnyArray, computes_at_once
 from ...ops.elementwise import sigmoid
 from ...ops.forms import settings
 from ...ops.linear import linear, row_by_row
@@ -19,7 +19,7 @@ SORTED_FROM = 64  # choices that are sorted first, so that MLX reads a matrix on
 
 
 def mix_values(
-    x: Array, ids: AnyArray, weights: AnyArray, matrices: Sequence[Weights], stacked: Weights | None
+    x: AnyArray, ids: AnyArray, weights: AnyArray, matrices: Sequence[Weights], stacked: Weights | None
 ) -> AnyArray:
     """[T, rows] of x [T, D], ids and weights [T, K] of `matrices`, each [rows, D]. `stacked`: the rows of all, one
     matrix after the other, if they are stored alike.
@@ -59,12 +59,12 @@ def _products(x: mx.array, ids: mx.array, stacked: Weights, count: int) -> mx.ar
     """[T, K, rows] of each row's chosen matrices."""
     quant, (T, K) = stacked.quant, ids.shape
     assert quant is not None
-    parts = [part.reshape(count, -1, part.shape[-1]) for part in (stacked.weight, stacked.second)]
+    codes, scales = (part.reshape(count, -1, part.shape[-1]) for part in (stacked.weight, stacked.second))
     biases = stacked.third.reshape(count, -1, stacked.third.shape[-1]) if quant.has_biases else None
     if ids.size < SORTED_FROM:
-        made = mx.gather_qmm(x[:, None, None], *parts, biases, None, ids, True, **settings(quant))
+        made = mx.gather_qmm(x[:, None, None], codes, scales, biases, None, ids, True, **settings(quant))
         return made[:, :, 0]
     order = mx.argsort(ids.reshape(-1))
     rows, owners = x[order // K][:, None], ids.reshape(-1)[order]
-    made = mx.gather_qmm(rows, *parts, biases, None, owners, True, sorted_indices=True, **settings(quant))
+    made = mx.gather_qmm(rows, codes, scales, biases, None, owners, True, sorted_indices=True, **settings(quant))
     return made[mx.argsort(order), 0].reshape(T, K, -1)
