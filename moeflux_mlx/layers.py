@@ -14,7 +14,7 @@ from .kinds import SILU, Activation, Residual
 from .ops import backend
 from .ops.add_normed import Pair, add_normed
 from .ops.backend import AnyArray, Array
-from .ops.elementwise import activate, plus, softcap, split
+from .ops.elementwise import activate, plus, scaled, softcap, split
 from .ops.launch import ArrayPiece, pack
 from .ops.linear import embed, linear
 from .ops.norm import Norm, layer_norm, rms_norm
@@ -263,8 +263,22 @@ class LayerNorm(nn.Module):
         return layer_norm(x, self.weight, self.get("bias"), self.eps)
 
 
-def norm_of(residual: Residual, dims: int, eps: float) -> RMSNorm | LayerNorm:
+class GroupNorm(nn.Module):
+    """An RMS norm of each of `groups` equal parts of x by itself, with one weight for all."""
+
+    def __init__(self, dims: int, eps: float, groups: int):
+        super().__init__()
+        self.weight, self.eps, self.groups = mx.ones((dims,)), eps, groups
+
+    def __call__(self, x: Array) -> Array:
+        parts = rms_norm(x.reshape(*x.shape[:-1], self.groups, -1), None, self.eps)
+        return scaled(parts.reshape(x.shape), self.weight)
+
+
+def norm_of(residual: Residual, dims: int, eps: float) -> RMSNorm | LayerNorm | GroupNorm:
     """A norm of such a stream."""
+    if residual.norm_groups > 1:
+        return GroupNorm(dims, eps, residual.norm_groups)
     return LayerNorm(dims, eps, has_bias=False) if residual.centred else RMSNorm(dims, eps)
 
 

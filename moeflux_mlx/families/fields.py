@@ -364,7 +364,8 @@ class Family:
     Args:
         read: the config's text part -> fields of `ModelArgs`, by name.
         zero_centred: norms that Hugging Face's checkpoints store as weight - 1, by the end of their module path.
-        renames: parts of tensor names that stand for others in the model, as (theirs, the model's).
+        renames: parts of tensor names that stand for others in the model, as (theirs, the model's): "^..." only at the
+            beginning, "...$" only at the end.
         numbered: layers -> renames applied before these, if checkpoints count layers differently.
         fused_rows: (layer, its number, shards) -> matrices that a checkpoint may store as one, which is made of so many
             parts of equal length; {} if it cannot be. Convolutions may be stored so too.

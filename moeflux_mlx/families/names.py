@@ -73,9 +73,12 @@ def _plain(name: str) -> str:
 
 
 def renamed(name: str, renames: Renames) -> str:
-    """The name with a family's `renames` made, one after another; behind a "^" stands the beginning of a name."""
+    """The name with a family's `renames` made, one after another; behind a "^" stands the beginning of a name, before a
+    "$" its end."""
     for theirs, ours in renames:
-        if theirs.startswith("^"):
+        if theirs.endswith("$"):
+            name = name.removesuffix(theirs[:-1]) + ours if name.endswith(theirs[:-1]) else name
+        elif theirs.startswith("^"):
             name = ours + name.removeprefix(theirs[1:]) if name.startswith(theirs[1:]) else name
         else:
             name = name.replace(theirs, ours)

@@ -20,6 +20,7 @@ from . import (
     granite,
     hunyuan,
     hy_v4,
+    k2_horizon,
     kimi_linear,
     kolibri,
     laguna,
@@ -78,6 +79,7 @@ FAMILIES: dict[str, Family] = {
     **sarvam.FAMILIES,
     **mellum.FAMILIES,
     **dots1.FAMILIES,
+    **k2_horizon.FAMILIES,
 }
 
 GGUF: dict[str, GgufFamily] = {

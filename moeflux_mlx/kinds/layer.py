@@ -22,7 +22,7 @@ class Residual:
     sum of the n parts, divided by sqrt(n). Everything that reads the stream norms it, so the model keeps the plain sum
     and multiplies the epsilon of these norms by n. `parallel`: both parts take the same normed stream, and both outputs
     are added to it: out = x + mixer(norm(x)) + feed_forward(norm(x)). `centred`: norms of the stream also take its mean
-    away (arXiv:1607.06450).
+    away (arXiv:1607.06450). `norm_groups`: norms of the stream take each of so many equal parts of it by itself.
     """
 
     scale: float = 1.0
@@ -32,6 +32,12 @@ class Residual:
     averaged: bool = False
     parallel: bool = False
     centred: bool = False
+    norm_groups: int = 1
+
+    @property
+    def adds_itself(self) -> bool:
+        """Whether its norms are computed by themselves, and the feed-forward part's output is added by itself."""
+        return self.parallel or self.norm_groups > 1
 
     @property
     def streams(self) -> int:

@@ -75,6 +75,12 @@ class Mixer:
         """The widths of the rows that its operations take."""
         raise NotImplementedError
 
+    def is_read(self, name: str) -> bool:
+        """Whether each token reads a parameter, by its name in the module; of equally large ones among which a token
+        chooses, so many of the first count as read as it chooses.
+        """
+        return True
+
     def seeing_all(self, first: int, count: int) -> int:
         """How many of `count` tokens from the place `first` on attend to all that they see; by default each does."""
         return count

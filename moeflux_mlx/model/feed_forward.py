@@ -51,7 +51,7 @@ class DenseMLP(MLP):
 
     def __init__(self, part: Dense, hidden_size: int, residual: Residual = PLAIN, eps: float = 1e-6):
         super().__init__(hidden_size, part.width, part.activation)
-        self._adds = residual.connections is None and not residual.parallel  # otherwise the residual adds its output
+        self._adds = residual.connections is None and not residual.adds_itself  # otherwise the residual adds its output
         if residual.output_norms:
             self.output = OutputNorm(hidden_size, eps, residual.layer_scale)
 
@@ -150,7 +150,7 @@ def moe_of(
     if isinstance(residual.connections, Shortcut):
         assert kind is MoE, "no family has latents or norms of experts, or scales their input, before a shortcut"
         kind = ShortcutMoE
-    elif residual.connections is not None or residual.parallel:
+    elif residual.connections is not None or residual.adds_itself:
         assert kind in (MoE, LatentMoE), (
             "no family has norms of experts, or scales their input, without a stream of its own"
         )

@@ -22,7 +22,7 @@ from .compiled import DecodeStep, by_case
 from .feed_forward import feed_forward_of
 from .moe import BeforeExperts, MoE
 from .ngrams import NGramLayer
-from .residual import NormedStream, OneStream, ParallelStream, ResidualWay, SeveralStreams
+from .residual import NormedApart, NormedStream, OneStream, ResidualWay, SeveralStreams
 from .span import MIXER_SHARE, Span
 from .streams import connection
 from .tokens import Tokens
@@ -65,9 +65,10 @@ class DecoderLayer(nn.Module):
         elif spec.residual.output_norms:
             self.mixer_output = OutputNorm(*sizes)
             self.residual = NormedStream(self.mixer, self.input_layernorm, self.mixer_output)
+        elif spec.residual.adds_itself:
+            self.residual = NormedApart(self.mixer, self.input_layernorm, self.get("post_attention_layernorm"))
         else:
-            kind = ParallelStream if spec.residual.parallel else OneStream
-            self.residual = kind(self.mixer, self.input_layernorm)
+            self.residual = OneStream(self.mixer, self.input_layernorm)
         if spec.mixer.ngrams is not None:
             self.ple = NGramLayer(spec.mixer.ngrams, *sizes, layer)
         self._reads_tokens = self.mlp.reads_tokens or spec.mixer.ngrams is not None
@@ -171,8 +172,8 @@ class DecoderLayer(nn.Module):
 
     @property
     def _second_norm(self) -> Any:
-        """The norm before the feed-forward part, or None."""
-        return self.get("post_attention_layernorm")
+        """The norm that the feed-forward part takes along, or None."""
+        return None if isinstance(self.residual, NormedApart) else self.get("post_attention_layernorm")
 
     @property
     def mixer(self) -> MixerModule:

@@ -39,14 +39,21 @@ class NormedStream(OneStream):
         return (self.output(h, self.mixer.mixed(h, self.norm, caches, chosen)),)
 
 
-class ParallelStream(OneStream):
-    """One stream, of which both parts take the norm: h + mixer(norm(h)) + mlp(norm(h))."""
+class NormedApart(OneStream):
+    """One stream with norms that no product takes along: h = x + mixer(norm(x)), h + mlp(behind(h)); without `behind`
+    both parts take the same norm: x + mixer(norm(x)) + mlp(norm(x)).
+    """
+
+    def __init__(self, mixer: MixerModule, norm: Any, behind: Any):
+        super().__init__(mixer, norm)
+        self.behind = behind
 
     def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
         """The feed-forward part's input, and the stream with the mixer's output."""
         x = self.norm(h)
         parts = self.mixer.begin(x, None)
-        return x, self.mixer.end(self.mixer.mix(parts, caches, chosen), parts, h)
+        h = self.mixer.end(self.mixer.mix(parts, caches, chosen), parts, h)
+        return x if self.behind is None else self.behind(h), h
 
     def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
         return kept[0] + out

@@ -28,7 +28,7 @@ from .streams import Connection
 # By names alone: sizes in memory are known of files without a model.
 KEPT_FLOAT32 = {GLOBAL_SCALE, *OF_MIXERS, *MoE.kept_float32, *Connection.kept_float32}
 EMBEDDING = ".embed_tokens"
-ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate")
+ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate", ".self_attn.value_experts.gate")
 ROUTER = Quant(8, 64)  # the form of routers, unless a recipe has another
 CORRECTION = ".e_score_correction_bias"  # of a router's scores, by which it chooses
 TABLE = ".tid2eid"  # the experts of each token id: integers
@@ -110,10 +110,16 @@ def resident_bytes(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
 
 def token_bytes(args: ModelArgs, tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
     """Bytes of `tensors`, by name, that each token reads as they are kept: all but an embedding that is no output head,
-    of which a token reads a row.
+    of which a token reads a row, and matrices that it does not choose.
     """
     read = {name: tensor for name, tensor in tensors.items() if args.is_tied or EMBEDDING not in name}
-    return resident_bytes(read, dtype)
+    return resident_bytes({name: tensor for name, tensor in read.items() if _is_chosen(args, name)}, dtype)
+
+
+def _is_chosen(args: ModelArgs, name: str) -> bool:
+    """Whether a tensor counts as read by each token."""
+    place = re.match(r"model\.layers\.(\d+)\.\w+\.(.*)", name)
+    return place is None or args.mixers[int(place[1])].is_read(place[2])
 
 
 def variant_bytes(

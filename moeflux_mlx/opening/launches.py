@@ -171,7 +171,7 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, bool]]
     norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
     norm.weight = norm.weight.astype(shapes.dtype)
     has_own = args.connections is not None and args.connections.has_own_norm
-    before = None if has_own or args.layers[0].residual.parallel else norm
+    before = None if has_own or args.layers[0].residual.adds_itself else norm
     forms = stored_forms(shapes.quants)
     for (mixer, *_), layers in _kinds([(layer.mixer, _forms(shapes, i, False)) for i, layer in enumerate(args.layers)]):
         module = module_of(mixer, args.hidden_size, args.rms_norm_eps, forms)

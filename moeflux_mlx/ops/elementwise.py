@@ -80,8 +80,13 @@ def softplus(x: Array) -> Array:
     return library_of(x).logaddexp(float32(x), 0.0)
 
 
+def softplus2(x: Array) -> Array:
+    """log2(1 + 2^x), in float32."""
+    return softplus(float32(x) * math.log(2)) / math.log(2)
+
+
 # The functions of gates from a projection of their own, by the names of `GroupedQuery.gate`.
-GATES = {"sigmoid": sigmoid, "sigmoid head": sigmoid, "softplus head": softplus}
+GATES = {"sigmoid": sigmoid, "sigmoid head": sigmoid, "softplus head": softplus, "softplus2": softplus2}
 
 
 def gated(x: Array, gates: Array, kind: str, bias: mx.array | None = None) -> Array:

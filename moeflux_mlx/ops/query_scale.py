@@ -34,7 +34,7 @@ def grown_queries(q: Array, offset: int | mx.array, scale: mx.array, bias: mx.ar
     """
     (B, L, _), library = q.shape, library_of(q)
     own, more = of_kind(scale, q), of_kind(bias, q)
-    first = offset if isinstance(offset, mx.array) else library.array(offset)
+    first = library.array(offset)
     places = first.reshape(1, 1, 1) if L == 1 else library.arange(L)[:, None, None] + first
     factors = (_factors_of_one if L == 1 and library is mx else _factors)(places, own, more)
     return (q.reshape(B, L, len(scale), -1) * factors).astype(q.dtype).reshape(q.shape)

@@ -83,7 +83,7 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     count = _streams(args)
     # Experts add to zeros before a norm or a projection, or beside the stream.
     zeros = args.experts.latent is not None or any(
-        layer.residual.output_norms or layer.residual.parallel for layer in args.layers
+        layer.residual.output_norms or layer.residual.adds_itself for layer in args.layers
     )
     streams = (2 * count + 3 + zeros) * span * args.hidden_size * demand.itemsize + ways
     chosen = INDEX_BYTES * max(mixer.handed_on for mixer in args.mixer_counts)

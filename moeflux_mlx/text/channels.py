@@ -252,7 +252,7 @@ def channels_of(markers: Set[str]) -> Channels:
         if channels.markers <= markers:
             return channels
     tags = sorted(
-        filter(re.compile(r"<(longcat_)?think(:[\w-]+)?>|\[THINK\]").fullmatch, markers), key=THINK.start.__ne__
+        filter(re.compile(r"<(longcat_|ifm\|)?think(:[\w-]+)?>|\[THINK\]").fullmatch, markers), key=THINK.start.__ne__
     )
     return Channels(tags[-1], f"{tags[-1][0]}/{tags[-1][1:]}") if tags else THINK
 

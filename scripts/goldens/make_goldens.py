@@ -2,7 +2,7 @@
 
 Needs torch and transformers (not needed by the tests), and for what transformers does not have: for g9v3 the packages
 rapid-mlx 0.16.10 and mlx-lm, for kimi_k3 mlx-lm 0.32.2, for
-deepseek_v41 that with the n-grams of mlx-vlm 0.7.10:
+deepseek_v41 that with the n-grams of mlx-vlm 0.7.10; k2_horizon, which no package has, is computed by k2_horizon.py:
 
     python scripts/goldens/make_goldens.py [--only FAMILY ...] [--checkpoints DIR]
 
@@ -33,6 +33,7 @@ from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 import goldens  # noqa: E402
+import k2_horizon  # noqa: E402
 import oracle  # noqa: E402
 
 LENGTH = 40
@@ -240,6 +241,17 @@ def of_transformers(family, weights):
         with torch.no_grad(), Margins(model, goldens.top_k(family)) as found:
             given = {"position_ids": torch.arange(first, first + len(tokens))[None]} if first else {}
             return model(ids, **given).logits[0].numpy(), min(found)
+
+    return logits
+
+
+def of_own_torch(family, weights):
+    """Returns the same, computed by the family's file in this folder."""
+    model = k2_horizon.K2Horizon(goldens.config(family), weights)
+
+    def logits(tokens):
+        with torch.no_grad():
+            return model(torch.from_numpy(tokens.astype(np.int64))).numpy(), min(model.gaps)
 
     return logits
 
@@ -537,6 +549,7 @@ def store_kin(family):
     """Stores tensors.json of a family, and the configuration as transformers saves it."""
     store = goldens.folder(family)
     of_others = {"g9v3": tensors_of_g9v3, "kimi_k3": tensors_of_kimi_k3, "deepseek_v41": tensors_of_deepseek_v41}
+    of_others["k2_horizon"] = k2_horizon.tensors
     if family in of_others:
         shapes, text = of_others[family](goldens.config(family)), json.dumps(goldens.config(family))
     else:
@@ -568,7 +581,12 @@ def store_kin(family):
 def make_kin(family):
     """Stores the fixtures of one family of the kin."""
     store_kin(family)
-    others = {"g9v3": of_rapid_mlx, "kimi_k3": of_mlx_lm, "deepseek_v41": of_rounding_mlx_lm}
+    others = {
+        "g9v3": of_rapid_mlx,
+        "kimi_k3": of_mlx_lm,
+        "deepseek_v41": of_rounding_mlx_lm,
+        "k2_horizon": of_own_torch,
+    }
     run_model = others.get(family, of_transformers)(family, goldens.dequantised(family))
     best = (-1.0, None)
     for seed in range(OF_ROUNDING if others.get(family) is of_rounding_mlx_lm else CANDIDATES_OF_KIN):

@@ -18,6 +18,7 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError
 from moeflux_mlx.families.longcat import USUAL
+from moeflux_mlx.families.names import canonical_name
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.formats.record import STRIDE_ALIGNMENT, ExpertLayout
@@ -103,6 +104,7 @@ SIZES = {
     "sarvam-105b": (14155776, 1811939328, 31, 52.31),
     "mellum-2-12b-a2.5b": (3489792, 223346688, 28, 5.82),
     "dots1-142b-a14b": (9732096, 1245708288, 61, 70.77),
+    "k2-horizon-mova-36b-a4b": (3325952, 332595200, 45, 13.94),
     "hunyuan-a13b-80b": (21233664, 1358954496, 32, 40.5),
     "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
 }
@@ -296,6 +298,9 @@ def test_unknown_storage_names_its_module(entry):
         ("sarvam-105b", {"rope_interleave": False}, "'rope_interleave' is False"),
         ("mellum-2-12b-a2.5b", {"use_sliding_window": False}, "'use_sliding_window' is False; only True"),
         ("hunyuan-a13b-80b", {"use_cla": True}, "'use_cla' is True"),
+        ("k2-horizon-mova-36b-a4b", {"num_experts": 0}, "a dense K2 Horizon model"),
+        ("k2-horizon-mova-36b-a4b", {"attention_gate_func": "silu"}, "'attention_gate_func' is 'silu'"),
+        ("k2-horizon-mova-36b-a4b", {"rope_head_dim": 64}, "'rope_head_dim' is 64; only 128"),
         ("hunyuan-a13b-80b", {"moe_topk": [8] * 31 + [4]}, "'moe_topk' has [4]; only 8"),
         ("hunyuan-a13b-80b", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'factor' is 2.0"),
         ("hunyuan-a13b-80b", {"rope_scaling": {"type": "dynamic", "factor": 1.0}}, "'alpha' is missing"),
@@ -598,6 +603,15 @@ def test_defaults_of_mellum_are_those_of_transformers():
     windows = [[mixer.window for mixer in one.mixers] for one in (usual, args)]
     assert windows == [[1024, 1024, 1024, None] * 7] * 2
     assert [mixer.rotation.theta for mixer in usual.mixers[2:4]] == [1e4, 5e5]
+
+
+def test_biases_of_codes_are_not_those_of_a_choice():
+    """K2 Horizon's routers add a bias that is called like a linear layer's, and in MLX's copies also have biases."""
+    renames = FAMILIES["k2_horizon"].renames
+    ours = {
+        name: canonical_name(f"model.layers.3.{name}", 48, renames) for name in ("mlp.gate.bias", "mlp.gate.biases")
+    }
+    assert [name.rpartition("mlp.")[2] for name in ours.values()] == ["e_score_correction_bias", "gate.biases"]
 
 
 def test_defaults_of_llama_4_are_those_of_transformers():

@@ -15,10 +15,11 @@ from moeflux_mlx.mixers.compressed import op as compressed
 from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.mamba import op as mamba
 from moeflux_mlx.model import feed_forward, moe, ngrams
-from moeflux_mlx.model.residual import OneStream, ParallelStream
+from moeflux_mlx.model.residual import NormedApart, OneStream
 from moeflux_mlx.model.streams import ShortcutConnection
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend
+from moeflux_mlx.ops.elementwise import softplus
 from moeflux_mlx.ops.experts import MAX_SLOTS
 from moeflux_mlx.ops.rope import Rope, turned
 from moeflux_mlx.ops.streams import weighed
@@ -262,6 +263,8 @@ IGNORED = [
     *(("dots1", {name: value}) for name, value in (("rope_theta", 1e4), ("rms_norm_eps", None))),
     *(("hunyuan_v1_moe", {name: value}) for name, value in (("rope_scaling", None), ("rms_norm_eps", None))),
     ("hunyuan_v1_moe", {"moe_topk": 2}),
+    *(("k2_horizon", {name: value}) for name, value in (("layernorm_num_groups", 1), ("router_scaling_factor", 1.0))),
+    *(("k2_horizon", {name: value}) for name, value in (("mova_num_experts_per_tok", 2), ("rms_norm_eps", None))),
     ("lfm2_moe", {"norm_eps": None}),
     ("lfm2_moe", {"rope_theta": None}),
     ("lfm2_moe", {"norm_topk_prob": False}),
@@ -324,7 +327,7 @@ BIASED += (
     "hy_v4_vl",
 )
 BIASED += ("kimi_k3", "sarvam_moe", "sarvam_mla", "dots1")
-BIASED += ("deepseek_v41", "longcat_flash")
+BIASED += ("deepseek_v41", "longcat_flash", "k2_horizon")
 
 
 @pytest.mark.parametrize("family", BIASED)
@@ -569,6 +572,35 @@ def test_pairs_of_a_rotation_that_are_not_the_familys(family):
     assert error(model, family) > 10 * TOLERANCE
 
 
+# Parts of a K2 Horizon layer that an implementation may leave out or confuse with another.
+K2_HORIZON = {
+    "a gate to base e": lambda attention: setattr(
+        attention, "end", lambda out, parts, x: attention.o_proj(_gated_to_base_e(attention, out, parts), residual=x)
+    ),
+    "a bias of values' scores that is added to the logits": lambda attention: _of_values(attention, biases_logits=True),
+    "values that are weighed by 1": lambda attention: _of_values(attention, scale=1.0),
+    "values that are not normalised": lambda attention: _of_values(attention, normalise=False),
+    "no bias by which value experts are chosen": lambda attention: (
+        "value_experts" in attention
+        and _set(attention.value_experts, "e_score_correction_bias", attention.value_experts.gate.weight[:, 0] * 0)
+    ),
+}
+
+
+def _gated_to_base_e(attention, out, parts):
+    return out * softplus(attention._named(parts)[1]["gates"])
+
+
+def _of_values(attention, **change):
+    if "value_experts" in attention:
+        attention.value_experts.rule = replace(attention.value_experts.rule, **change)
+
+
+@pytest.mark.parametrize("mistake", K2_HORIZON)
+def test_mistakes_in_k2_horizon(mistake):
+    assert error_after(lambda layer: K2_HORIZON[mistake](layer.self_attn), "k2_horizon") > 10 * TOLERANCE
+
+
 def test_norms_before_a_rotation_that_the_family_has_behind_it():
     assert error_after(lambda layer: _switch(layer, rotates_first=False), "hunyuan_v1_moe") > 10 * TOLERANCE
 
@@ -767,13 +799,13 @@ def test_mistakes_in_kimi_k3(mistake):
 
 
 def test_experts_behind_attention_instead_of_beside_it(monkeypatch):
-    model, right = load_model(tiny_directory("cohere2_moe", "hub"), dtype=mx.float32), ParallelStream.mixed
+    model, right = load_model(tiny_directory("cohere2_moe", "hub"), dtype=mx.float32), NormedApart.mixed
 
     def one_after_another(stream, *given):
         _, h = right(stream, *given)
         return stream.norm(h), h
 
-    monkeypatch.setattr(ParallelStream, "mixed", one_after_another)
+    monkeypatch.setattr(NormedApart, "mixed", one_after_another)
     assert error(model, "cohere2_moe") > 10 * TOLERANCE
 
 

@@ -34,6 +34,8 @@ CASES = {
     "no rotation": replace(PLAIN, rotation=None),
     "neither": replace(PLAIN, norm=None, rotation=None),
     "biases and a gate": replace(PLAIN, bias=True, output_bias=True, gate="joined"),
+    "value experts": replace(PLAIN, value_experts=Router(5, 2, "sigmoid", True, scale=2.5)),
+    "a softplus to base 2 of each value": replace(PLAIN, gate="softplus2"),
     "sinks": replace(PLAIN, sinks=True),
     "window": replace(PLAIN, window=3),
     "window of one": replace(PLAIN, window=1, sinks=True),
@@ -102,10 +104,23 @@ def projected(layer, x):
     return x @ wide(layer.weight).T + (wide(layer.bias) if "bias" in layer else 0)
 
 
+def mixed(layer, h):
+    """The weighed sum of silu(W h) over the value experts that each row chooses (IFM's K2 Horizon)."""
+    own, rule = layer.value_experts, layer.value_experts.rule
+    scores = 1 / (1 + np.exp(-projected(own.gate, h)))
+    chosen = np.argsort(-scores - wide(own.e_score_correction_bias), axis=-1)[:, : rule.top_k]
+    weights = np.zeros_like(scores)
+    np.put_along_axis(weights, chosen, np.take_along_axis(scores, chosen, -1), -1)
+    weights *= rule.scale / weights.sum(-1, keepdims=True)
+    made = np.stack([projected(matrix, h) for matrix in own.matrices], axis=1)
+    return (made / (1 + np.exp(-made)) * weights[..., None]).sum(1)
+
+
 def wanted(layer, part, norm, x):
     """Computes the layer over x [L, HIDDEN] in float64, in the plain form (Vaswani et al., arXiv:1706.03762, eq. 1)."""
     h, L, D = normed(x, norm), len(x), part.head_dim
-    q, k, v = (projected(layer[f"{name}_proj"], h) for name in ("qkk" if part.value_is_key else "qkv"))
+    q, k = (projected(layer[f"{name}_proj"], h) for name in "qk")
+    v = k if part.value_is_key else mixed(layer, h) if part.value_experts else projected(layer.v_proj, h)
     q, gate = np.split(q.reshape(L, part.heads, -1), [D], axis=-1)
     k, v = k.reshape(L, -1, D), part.value_scale * v.reshape(L, -1, part.value_width)
     if part.value_norm:
@@ -139,7 +154,8 @@ def wanted(layer, part, norm, x):
     if part.gate not in (None, "joined"):
         gate = projected(layer.g_proj, h).reshape(L, part.heads, -1)
         gate = gate + (wide(layer.gate_bias)[:, None] if part.gate_bias else 0)
-        out = out * (np.log1p(np.exp(gate)) if part.gate == "softplus head" else 1 / (1 + np.exp(-gate)))
+        plus = {"softplus head": np.log1p(np.exp(gate)), "softplus2": np.log2(1 + 2**gate)}
+        out = out * plus.get(part.gate, 1 / (1 + np.exp(-gate)))
     return x + projected(layer.o_proj, out.reshape(L, -1))
 
 

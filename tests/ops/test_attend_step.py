@@ -33,6 +33,7 @@ CASES = {  # heads, kv heads, width, gates, rotation, switches
     "window, sinks, narrow values": (4, 2, 96, False, Rotation(64, 1e4), {"window": 5, "sinks": True, "value_dim": 32}),
     "narrow values of a wide head": (4, 1, 192, False, Rotation(64, 1e4), {"value_dim": 128, "norm": None}),
     "queries that grow": (4, 2, 64, False, Rotation(64, 1e6), {"query_scale": QueryGrowth(0.7, 3)}),
+    "norms behind the rotation": (4, 2, 64, False, Rotation(64, 1e6), {"rotates_first": True}),
     "chunk": (4, 2, 32, True, Rotation(32, 1e6), {"window": 50, "chunked": True}),
     "8 bits, chunk": (4, 2, 64, False, Rotation(64, 1e6), {"window": 50, "chunked": True, "kv_bits": 8}),
     "8 bits": (4, 2, 64, False, Rotation(64, 1e6), {"kv_bits": 8}),
@@ -75,17 +76,20 @@ class Layer:
         q_norm, k_norm = self.norms
         more = {"window": self.part.window, "sinks": self.sinks}
         more |= {"query_scale": self.part.query_scale, "chunked": self.part.chunked}
+        more["rotates_first"] = self.part.rotates_first
         return attend.attend(*parts, cache, attend.Terms(q_norm, k_norm, self.rope, 0.3, **more), seen=seen)
 
     def turned(self, x, norm, position):
+        behind = 1.0
         if norm is not None:
-            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-2) * wide(norm.weight)
+            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-2)
+            x, behind = (x, wide(norm.weight)) if self.part.rotates_first else (x * wide(norm.weight), 1.0)
         pairs = np.arange(self.rope.dims).reshape((-1, 2) if self.interleaved else (2, -1))
         first, second = pairs.T if self.interleaved else pairs
         out, (cosine, sine) = x.copy(), fast.turns(position, self.rope)
         out[:, first] = x[:, first] * cosine - x[:, second] * sine
         out[:, second] = x[:, first] * sine + x[:, second] * cosine
-        return out
+        return out * behind
 
     def want(self, cache=None, places=None):
         """Computes the last token's output in float64. If keys and values are rounded, it uses those in `cache`.

@@ -66,7 +66,7 @@ LOW_EMBEDDINGS = (
 )  # they make the logits too, or are scaled
 INTEGERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")  # computed as in transformers
 ROUTERS = (".gate.weight", ".router.weight", ".router.proj.weight", ".router.layer.weight", ".classifier.weight")
-ROUTERS += (".gate.wg.weight",)
+ROUTERS += (".gate.wg.weight", ".v_router.weight")
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 # Parts of names that mlx-lm's conversions (for hy_v3 Rapid-MLX's) spell differently from the hub.
 MLX_NAMES = {
@@ -303,7 +303,7 @@ def _kind(family, name):
     kinds |= {".q_weight": "norm", ".k_weight": "norm"}
     kinds |= {"compress_ape": "bias", "softmax_offset": "sinks"}
     kinds |= {"lerope.alpha": "bias", "ssmax_scaling.s": "bias", "ssmax_scaling.b": "norm"}
-    if name.endswith(".gate.bias"):
+    if name.endswith((".gate.bias", ".v_router.bias")):
         return "signed_bias"
     kinds |= dict.fromkeys(ROUTERS, "router")
     kinds |= {"norm_1.weight": "norm", "norm_2.weight": "norm", ".router.scale": "gain", ".layer_scalar": "norm"}
@@ -743,11 +743,12 @@ def _stack_experts(tensors, called="switch_mlp"):
     """Replaces tensors of single experts by stacks [E, out, in]."""
     stacks, result = {}, {}
     for name, tensor in tensors.items():
-        stem, separator, rest = name.partition(".experts.")
-        if not separator or not rest[0].isdigit():
+        numbered = re.fullmatch(r"(.*)\.(v_)?experts\.\d+\.(.*)", name)
+        if not numbered:
             result[name] = tensor
             continue
-        stacked = f"{stem}.{called}.{rest.partition('.')[2]}"
+        stem, of_values, rest = numbered.groups()
+        stacked = f"{stem}.{'v_experts' if of_values else called}.{rest}"
         stacks.setdefault(stacked, []).append(tensor[1])
         result[stacked] = None
     return {n: t or ("BF16", np.stack(stacks[n])) for n, t in result.items()}

@@ -117,6 +117,10 @@ EMPTY = {
         f"{HUNYUAN_CALL}</tool_call:opensource>\n</tool_calls:opensource>",
         f"{HUNYUAN_CALL}<tool_sep:opensource>null<end_of_tool_call:opensource>",
     ],
+    "k2_horizon": [
+        "<ifm|tool_calls>\n<ifm|tool_call>NAME\n</ifm|tool_call>\n</ifm|tool_calls>",
+        "<ifm|tool_calls><ifm|tool_call>NAME</ifm|tool_call></ifm|tool_calls>",
+    ],
     "kimi_k3": [
         '<|open|>tools<|sep|><|open|>call tool="NAME" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
         '<|open|>tools<|sep|><|open|>call tool="NAME" index="1"<|sep|><|open|>json type="object"<|sep|>{}'

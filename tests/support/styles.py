@@ -10,7 +10,7 @@ from moeflux_mlx.text.calls.cohere import COHERE_ACTION
 from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
 from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
-from moeflux_mlx.text.calls.hunyuan import HUNYUAN
+from moeflux_mlx.text.calls.hunyuan import HUNYUAN, K2_HORIZON
 from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
 from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
@@ -48,6 +48,7 @@ STYLES = {
         [{"reasoning_effort": "high"}, {}],
         Channels("<think:opensource>", "</think:opensource>"),
     ),
+    "k2_horizon_style": (K2_HORIZON, [{}], Channels("<ifm|think>", "</ifm|think>")),
     "mistral_style": (MISTRAL, [{}], Channels("[THINK]", "[/THINK]")),
     "harmony_style": (GPT_OSS, [{}], HARMONY),
     "exaone_style": (EXAONE, QWEN, THINK),

@@ -9,19 +9,21 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...caches.traced import PLAIN, OnKernels
-from ...kinds import HeadBlocks, KeyBlocks, Rotation
-from ...layers import Caches, Linear, MixerModule, RMSNorm, Stack, packed
+from ...kinds import HeadBlocks, KeyBlocks, Rotation, Router
+from ...layers import Caches, Linear, MixerModule, RMSNorm, Stack, normed_with_weights, packed
 from ...ops.backend import AnyArray, Array, kernels_take
 from ...ops.elementwise import GATES, gated, split
 from ...ops.entry_pool import Pool
 from ...ops.index import IndexTerms, Projections, refusal
 from ...ops.norm import Norm, UnitNorm, rms_norm
 from ...ops.rope import Rope
+from ...ops.route import route
 from ...ops.rows import AnyCache, StepRows, each_alone
 from ...ops.seen import Chosen
 from .blocks_op import attend_blocks, block_keys
 from .op import Terms, attend
 from .spec import GroupedQuery
+from .values_op import mix_values
 
 # The ends of names of parameters that stay float32, and names of tensors that tell another stored form.
 KEPT_FLOAT32: tuple[str, ...] = ()
@@ -79,6 +81,30 @@ class HeadIndexer(nn.Module):
         return Projections(queries, keys, None, IndexTerms(self.k_norm, self.rope, query_norm=self.q_norm))
 
 
+class ValueExperts(nn.Module):
+    """Makes a token's values by the matrices that its router chooses."""
+
+    def __init__(self, rule: Router, hidden_size: int, width: int):
+        super().__init__()
+        self.rule = rule
+        self.gate = Linear(hidden_size, rule.experts)
+        self.e_score_correction_bias = mx.zeros((rule.experts,))
+        self.matrices = [Linear(hidden_size, width) for _ in range(rule.experts)]
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Joins the matrices, if they are stored alike; called again once they have their tensors."""
+        self._stack = Stack(*self.matrices)
+
+    def __call__(self, x: Array, norm: Norm | None = None) -> AnyArray:
+        """[B, L, width] for norm(x) [B, L, hidden_size]."""
+        normed, logits = normed_with_weights(x, norm, self.gate)
+        rows = normed.reshape(-1, x.shape[-1])
+        ids, weights = route(logits.reshape(len(rows), -1), self.rule, self.e_score_correction_bias)
+        made = mix_values(rows, ids, weights, self.matrices, self._stack.stacked)
+        return made.reshape(*x.shape[:-1], -1)
+
+
 class Attention(MixerModule):
     """Softmax attention of any family; its switches are `GroupedQuery`'s."""
 
@@ -88,7 +114,9 @@ class Attention(MixerModule):
         queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
         self.q_proj = Linear(hidden_size, queries * (2 if mixer.gate == "joined" else 1), mixer.bias)
         self.k_proj = Linear(hidden_size, keys, mixer.bias)
-        if not mixer.value_is_key:
+        if mixer.value_experts is not None:
+            self.value_experts = ValueExperts(mixer.value_experts, hidden_size, mixer.kv_heads * mixer.value_width)
+        elif not mixer.value_is_key:
             self.v_proj = Linear(hidden_size, mixer.kv_heads * mixer.value_width, mixer.bias)
         self.o_proj = Linear(mixer.heads * mixer.value_width, hidden_size, mixer.output_bias)
         if mixer.gate in GATES:
@@ -111,14 +139,16 @@ class Attention(MixerModule):
         """Joins the layers that read x, and the arrays that kernels take together; called when all tensors are
         loaded.
         """
-        own = {"q": self.q_proj, "k": self.k_proj} | ({} if self.mixer.value_is_key else {"v": self.v_proj})
+        own = {"q": self.q_proj, "k": self.k_proj} | ({"v": self.v_proj} if "v_proj" in self else {})
         more = {"gates": self.g_proj} if "g_proj" in self else {}
+        apart: dict[str, Any] = {"v": self.value_experts} if "value_experts" in self else {}
         if "indexer" in self:
             more |= {f"index {i}": layer for i, layer in enumerate(self.indexer.layers)}
         alike = {name: layer for name, layer in more.items() if layer.is_like(self.q_proj)}
         self._inputs = Stack(*own.values(), *alike.values())
-        self._apart = [layer for name, layer in more.items() if name not in alike]
-        self._names = [*own, *alike, *(name for name in more if name not in alike)]
+        apart |= {name: layer for name, layer in more.items() if name not in alike}
+        self._apart = lambda: list(apart.values())  # in a function, so that they do not become submodules twice
+        self._names = [*own, *alike, *apart]
         self.o_proj.pack()
         self._gate_bias = None
         if self.mixer.gate_bias:
@@ -126,7 +156,7 @@ class Attention(MixerModule):
             mx.eval(self._gate_bias)
         self._unit, self._weights = UnitNorm(mx.ones((self.mixer.head_dim,)), self.eps), None
         weights = [norm.weight for norm in self._norms if norm is not None]
-        if weights and self.rope is not None and not self.mixer.value_is_key:
+        if weights and self.rope is not None and "v_proj" in self:
             self._weights = packed(*weights, self.rope.periods)
 
     @property
@@ -138,12 +168,12 @@ class Attention(MixerModule):
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         outputs: list[Array] = self._inputs.outputs(x, norm)
-        return outputs + [layer(x, norm) for layer in self._apart]
+        return outputs + [layer(x, norm) for layer in self._apart()]
 
     def _named(self, parts: Sequence[AnyArray]) -> tuple[Any, dict[str, Any]]:
         """Of the results of `begin` the joined ones, if there are any, and each by its name."""
         joined, outputs = self._inputs.parted(parts)
-        apart = parts[len(parts) - len(self._apart) :]
+        apart = parts[len(parts) - len(self._apart()) :]
         return joined, dict(zip(self._names, [*outputs, *apart], strict=True))
 
     def mix(self, parts: Sequence[Array], caches: Caches, *more: Chosen | None) -> Array:

@@ -1,9 +1,11 @@
 """Attention with grouped heads, as plain data."""
 
+import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...errors import ConfigError
+from ...kinds.feed_forward import Router
 from ...kinds.index import HeadBlocks, KeyBlocks
 from ...kinds.limits import WIDEST_HEAD, WIDEST_WINDOW, check_head, check_width, check_window, not_multiple
 from ...kinds.mixer import Attending, Mixer
@@ -23,6 +25,7 @@ class GroupedQuery(Mixer):
         bias, output_bias: whether the projections to q, k and v, and the one from the heads, add a bias.
         gate: "joined": the query projection holds, for each head, the query and then a gate whose sigmoid multiplies
             the head's output. "sigmoid": the same with gates from a separate projection (`g_proj`), one per value.
+            "softplus2": likewise log2(1 + 2^x) of gates x.
             "sigmoid head", "softplus head": one gate per head from there, whose sigmoid or softplus multiplies the
             head's output.
         gate_bias: whether each head has a bias, which is added to each of its gates from a separate projection.
@@ -37,6 +40,8 @@ class GroupedQuery(Mixer):
         value_is_key: whether keys, before norm and rotation, serve as values.
         value_norm: whether the values of each head are normed, without a weight.
         blocks: blocks of positions, of which a token attends to some; None: it attends to all positions that it sees.
+        value_experts: chooses the matrices of a token's values, which are the weighed sum of silu(W x) over them (K2
+            Horizon's MoVA); None: one matrix makes them.
         kv_bits: bits to which a cache rounds keys and values, 8; None: unchanged. It is not a field of config.json but
             chosen when a model is loaded.
     """
@@ -48,7 +53,7 @@ class GroupedQuery(Mixer):
     norm: Literal["head", "flat", "unit"] | None = "head"
     bias: bool = False
     output_bias: bool = False
-    gate: Literal["joined", "sigmoid", "sigmoid head", "softplus head"] | None = None
+    gate: Literal["joined", "sigmoid", "softplus2", "sigmoid head", "softplus head"] | None = None
     window: int | None = None
     sinks: bool = False
     value_dim: int | None = None
@@ -62,6 +67,7 @@ class GroupedQuery(Mixer):
     query_scale: QueryFactor | None = None
     chunked: bool = False
     rotates_first: bool = False
+    value_experts: Router | None = None
 
     @property
     def attention(self) -> Attending:
@@ -85,6 +91,9 @@ class GroupedQuery(Mixer):
         check_width("num_attention_heads * v_head_dim", self.heads * self.value_width)
         if self.window is not None:
             check_window(self.window)
+        if self.value_experts is not None and self.value_experts.top_k > self.value_experts.experts:
+            chosen = f"mova_num_experts_per_tok is {self.value_experts.top_k}"
+            raise ConfigError(f"{chosen}, more than mova_num_experts {self.value_experts.experts}")
         assert not self.rotates_first or (self.norm == "head" and self.blocks is None), "no norms behind a rotation"
         if self.blocks is not None:
             self._check_blocks(self.blocks)
@@ -110,9 +119,9 @@ class GroupedQuery(Mixer):
     @property
     def gates(self) -> int:
         """The gates of a token that a separate projection makes."""
-        if self.gate in (None, "joined"):
+        if self.gate is None or self.gate == "joined":
             return 0
-        return self.heads * (self.value_width if self.gate == "sigmoid" else 1)
+        return self.heads * (1 if self.gate.endswith(" head") else self.value_width)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -132,7 +141,8 @@ class GroupedQuery(Mixer):
         seen = self.kv_heads * (self.head_dim + self.value_width) * (tokens + self.window) if self.window else 0
         chooses = self.seeing_all(0, positions) < positions
         chosen = self.blocks.temporaries(tokens, positions) if self.blocks and chooses else 0
-        return 4 * self.heads * max(self.head_dim, self.value_width) * tokens + seen + chosen
+        products = tokens * (self.value_products - 1) * self.kv_heads * self.value_width
+        return 4 * self.heads * max(self.head_dim, self.value_width) * tokens + seen + chosen + products
 
     def scores(self, tokens: int, positions: int) -> int:
         """Scores of all heads."""
@@ -140,11 +150,22 @@ class GroupedQuery(Mixer):
             return self.heads * tokens * min(positions, self.blocks.most)
         return self.heads * tokens * (min(positions, tokens + self.window) if self.window else positions)
 
+    def is_read(self, name: str) -> bool:
+        number = re.match(r"value_experts\.matrices\.(\d+)\.", name)
+        return number is None or int(number[1]) < self.value_products
+
+    @property
+    def value_products(self) -> int:
+        """How many matrices make a token's values."""
+        return self.value_experts.top_k if self.value_experts else 1
+
     @property
     def columns(self) -> int:
         """Columns of the projections from the hidden state and back to it, without an indexer's."""
         queries = self.head_dim * (1 + (self.gate == "joined")) + self.value_width
-        return self.heads * queries + self.gates + self.kv_heads * (self.head_dim + self.value_width)
+        return (
+            self.heads * queries + self.gates + self.kv_heads * (self.head_dim + self.value_products * self.value_width)
+        )
 
     def attended(self, tokens: int) -> float:
         """Those of scores, and of sums weighed by them."""

@@ -7,7 +7,15 @@
     </tool_call:opensource>
     </tool_calls:opensource>
 
-The template says which suffix; there may be none.
+The template says which suffix; there may be none. K2 Horizon's tags begin with `ifm|` instead, and no tag separates
+the name from the first pair:
+
+    <ifm|tool_calls>
+    <ifm|tool_call>get_weather
+    <ifm|arg_key>city</ifm|arg_key>
+    <ifm|arg_value>Oslo</ifm|arg_value>
+    </ifm|tool_call>
+    </ifm|tool_calls>
 """
 
 from functools import lru_cache
@@ -24,17 +32,26 @@ from .tool_call import bare_name
 @lru_cache
 def hunyuan(suffix: str) -> Dialect:
     """The dialect whose tags end in `suffix`, such as ":opensource"."""
-    begin, end, call_begin, call_end, separator, json_end = (
-        f"<{name}{suffix}>"
-        for name in ("tool_calls", "/tool_calls", "tool_call", "/tool_call", "tool_sep", "end_of_tool_call")
+    return _in_section(f"hunyuan{suffix}", "", suffix, f"<tool_sep{suffix}>", f"<end_of_tool_call{suffix}>")
+
+
+def _in_section(name: str, prefix: str, suffix: str, separator: str = "", json_end: str = "") -> Dialect:
+    """The dialect whose tags begin and end so. `separator`: what stands behind a call's name, and `json_end` what ends
+    arguments that are JSON, if there are such tags.
+    """
+    begin, end, call_begin, call_end, *pairs = (
+        f"<{slash}{prefix}{tag}{suffix}>"
+        for tag in ("tool_calls", "tool_call", "arg_key", "arg_value")
+        for slash in ("", "/")
     )
-    key, value = ((f"<{name}{suffix}>", f"</{name}{suffix}>") for name in ("arg_key", "arg_value"))
-    tags = Tags(key, value, (call_end, json_end), after=end, opens=(call_begin, begin))
+    key, value = (pairs[0], pairs[1]), (pairs[2], pairs[3])
+    ends = tuple(filter(None, (call_end, json_end)))
+    tags = Tags(key, value, ends, after=end, opens=(call_begin, begin))
 
     def one(call: Call) -> Parsing[str]:
         """Parses the text after `<tool_call>`."""
         call.start((yield from bare_name((yield from skip_space()))))
-        held = yield from literal([separator, key[0], call_end], "<")
+        held = yield from literal([*filter(None, [separator]), key[0], call_end], "<")
         if held == separator:
             held = yield from skip_space()
         if held.startswith("<"):
@@ -48,16 +65,17 @@ def hunyuan(suffix: str) -> Dialect:
         return (yield from one(call))
 
     return Dialect(
-        name=f"hunyuan{suffix}",
+        name=name,
         openings={begin: section, call_begin: one},
         begin=f"{begin}\n{call_begin}",
         opening=call_begin,
         named=f"NAME{separator}\n",
         close=call_end,
         section=(begin, end),
-        markers=frozenset({begin, end, call_begin, call_end, separator, json_end, *key, *value}),
+        markers=frozenset({begin, end, call_begin, *ends, *filter(None, [separator]), *key, *value}),
         tags=tags,
     )
 
 
 HUNYUAN = hunyuan(":opensource")
+K2_HORIZON = _in_section("k2_horizon", "ifm|", "")

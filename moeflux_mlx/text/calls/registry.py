@@ -9,7 +9,7 @@ from .dialect import Dialect
 from .gemma import CALL_BEGIN as GEMMA_CALL
 from .gemma import GEMMA
 from .harmony import GPT_OSS
-from .hunyuan import HUNYUAN, hunyuan
+from .hunyuan import HUNYUAN, K2_HORIZON, hunyuan
 from .invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, DSML, MINIMAX, V4_SECTION, V41_SECTION
 from .kimi import KIMI
 from .kimi_k3 import CALL_BEGIN as KIMI_K3_CALL
@@ -29,7 +29,7 @@ DEEPSEEKS = (DEEPSEEK_V3, DEEPSEEK_V31)
 DIALECTS = (
     *(QWEN_JSON, EXAONE, QWEN_XML, GLM, *DEEPSEEKS, DEEPSEEK_V32, DEEPSEEK_V4, KIMI, MINIMAX, HUNYUAN, MISTRAL),
     *(GPT_OSS, SOLAR_OPEN, GEMMA, GLM_LINE, MINIMAX_M3, KIMI_K3, DEEPSEEK_V41, LONGCAT, LONGCAT_JSON, COHERE_ACTION),
-    LLAMA4,
+    *(LLAMA4, K2_HORIZON),
 )
 HEADER_START, PARAMETERS = "<|header_start|>", '"parameters": '  # of Llama 4, whose templates may have other calls
 CALL_MARKERS = frozenset[str]().union(*(dialect.markers for dialect in DIALECTS))
@@ -45,7 +45,10 @@ def dialect_of(text: str) -> Dialect | None:
     """
     tags = [(CHANNEL, GPT_OSS), (SOLAR_CALL, SOLAR_OPEN), (GEMMA_CALL, GEMMA), (V4_SECTION[0], DEEPSEEK_V4)]
     tags += [(V41_SECTION[0], DEEPSEEK_V41), (DSML, DEEPSEEK_V32), (MARK, MINIMAX_M3), (KIMI_K3_CALL, KIMI_K3)]
-    for tag, dialect in (*tags, *((one.section[0], one) for one in (KIMI, MINIMAX, MISTRAL, COHERE_ACTION))):
+    for tag, dialect in (
+        *tags,
+        *((one.section[0], one) for one in (KIMI, MINIMAX, MISTRAL, COHERE_ACTION, K2_HORIZON)),
+    ):
         if tag in text:
             return dialect
     if HEADER_START in text:
