@@ -24,13 +24,16 @@ from .cli.diagnosis import (
 from .cli.known_models import known_models, machine_of, table
 from .cli.opening import shapes_of
 from .cli.options import add_variant
+from .cli.planning import ASSUMED_DISK
 from .errors import MoefluxError, RequestError
 from .installation import install_command, reinstall_command
+from .kept.rates import Rates, keep_rates
 from .opening.launches import TOKENS, PartLaunches, launches_of
 from .ops import backend, native
 from .ops.stand_ins import standing_in
 from .planning.machine import default_dtype, machine_figures
 from .planning.wired import MODES as WIRED
+from .tools.rates import measure_rates
 
 BACKENDS = {"cpu": "ops", "metal": "metal", "cuda": "cuda"}
 EXTRAS = {"server": ("starlette", "uvicorn"), "structured": ("llguidance",)}
@@ -61,12 +64,21 @@ def print_screen(options: argparse.Namespace) -> int:
     lines, is_right = value_lines(dtype)
     print("\n".join(lines))
     disk = None if options.no_disk else print_disk(options.directory or hub_folder())
-    here = machine_of(figures, disk)
+    rates = measure_rates(disk or ASSUMED_DISK)
+    keep_rates(rates)
+    print(layer_line(rates))
+    here = machine_of(figures, disk, rates.products)
     print("\n".join(["", *table(here, known_models(here))]))
     missing = missing_lines()
     if missing:
         print("\n".join(["", *missing]))
     return 0 if is_right else 1
+
+
+def layer_line(rates: Rates) -> str:
+    """The line on the seconds of a layer, from which forecasts are made."""
+    each, streamed = (f"{1e3 * seconds:.3f} ms" for seconds in (rates.layer, rates.streamed_layer))
+    return f"layers    {each} each beside their bytes, {streamed} where experts are streamed (kept for forecasts)"
 
 
 def print_disk(folder: Path) -> float | None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import numpy as np
 
 from ..errors import MoefluxError
 from ..files import directory, replace_file
+from ..kept.rates import keep_rates
 from ..opening.engine import Engine, open_engine
 from ..ops import backend
 from ..ops.chips import CHIPS
@@ -31,6 +33,7 @@ from ..planning.machine import default_dtype, in_gb, machine_figures, used_memor
 from ..tools.checkup import product_rate
 from ..tools.demo_check import BOUND, NATS, story_rows
 from ..tools.kernels import Built, built, compiler_of, programs_of_variants
+from ..tools.rates import measure_rates
 from ..version import described
 from .benchmarking import OURS, measured, own_steps, table
 from .diagnosis import (
@@ -136,6 +139,7 @@ class MachineReport:
             "known models": lambda: (table_of_models(self.here, self.models), True),
             "kernels": self.kernels,
             "demo model": self.demo,
+            "rates of forecasts, in bytes per second and seconds": self.rates,
         }
 
     @cached_property
@@ -217,6 +221,12 @@ class MachineReport:
         is_same = np.array_equal(rows[0], rows[1])
         lines.append(f"streaming gives {'the same bits' if is_same else 'OTHER BITS'}")
         return lines, is_right and is_same
+
+    def rates(self) -> Finding:
+        """What forecasts are made from, so that they can be compared with what benchmark measures."""
+        rates = measure_rates(self.here.disk, self.here.products)
+        keep_rates(rates)
+        return [", ".join(f"{name} {value:.3g}" for name, value in asdict(rates).items())], True
 
 
 def speed_of(engine: Engine) -> list[str]:

@@ -19,10 +19,12 @@ from ..files import read_json
 from ..installation import install_command
 from ..model.step import MAX_ROWS
 from ..opening.engine import Engine
+from ..opening.forecasts import forecast_of
 from ..planning.parallel import cache_room
 from ..spec import ModelArgs
 from ..text.tokenizer import load_tokenizer
 from ..vision.vision import open_reader
+from .known_models import POSITIONS
 from .opening import check_store, open_store
 from .options import parse_template_config
 from .sampling import REPETITION, SAMPLER, add_samplers, given
@@ -105,7 +107,11 @@ def serve_with(
         name: (partial(preparer_of, options, variables, path), context_of(options, path))
         for name, path in paths.items()
     }
-    choices = [ModelChoice(name, load, *made, *files.get(name, ())) for name, load in loads.items()]
+    forecast = partial(forecast_of, positions=POSITIONS)
+    choices = []
+    for name, load in loads.items():
+        describe, context = files.get(name, (None, None))
+        choices.append(ModelChoice(name, load, *made, describe, context, forecast))
     idle = None if options.idle_minutes is None else 60 * options.idle_minutes
     switch = ModelSwitch(choices, options.queue, DECODE_SHARE, idle, announce, complain)
     embedder = None
