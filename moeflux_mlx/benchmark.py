@@ -12,7 +12,7 @@ from .cli.run import Parser, execute  # first: where MLX is missing, it says so
 # isort: split
 import mlx.core as mx
 
-from .cli.benchmarking import OURS, Rounds, StepsAfter, measured, own_steps, table
+from .cli.benchmarking import OURS, PromptFigures, Rounds, StepsAfter, measured, medians, own_steps, table
 from .cli.diagnosis import machine_lines
 from .cli.fetching import local_model
 from .cli.opening import note_idle_options, open_optional
@@ -23,11 +23,14 @@ from .cli.terminal import mapped_memory_gb, peak_memory_gb
 from .errors import RequestError
 from .files import JsonDict
 from .opening.engine import Engine
+from .opening.forecasts import forecast_of
+from .planning.forecast import Forecast
 from .planning.machine import machine_figures
 from .spec import ModelArgs
 
 LENGTHS = (128, 512, 2048)  # tokens of prompts
 Memory = dict[str, float | None]
+Forecasts = dict[str, Forecast]  # by what they assume
 
 
 def run(options: argparse.Namespace) -> int:
@@ -50,7 +53,10 @@ def run(options: argparse.Namespace) -> int:
     if peer is not None:
         runners[options.against] = peer
     runs = measured(options, engine, runners)
-    print("\n".join(table(runs[OURS], runs.get("mlx-lm"))))
+    expected = {
+        length: forecasts(engine, length + options.max_tokens // 2, runs[OURS][length]) for length in runs[OURS]
+    }
+    print("\n".join([*forecast_lines(expected, runs[OURS]), *table(runs[OURS], runs.get("mlx-lm"))]))
     rates: Rates = {}
     if options.parallel:
         sizes = options.prompt_tokens[0], options.max_tokens, options.rounds
@@ -59,8 +65,29 @@ def run(options: argparse.Namespace) -> int:
     memory = memory_of(engine)
     print(memory_line(memory))
     if options.json:
-        print(json.dumps(report(options, engine, lines, memory, runs) | {"parallel": rates}))
+        print(json.dumps(report(options, engine, lines, memory, runs, expected) | {"parallel": rates}))
     return 0
+
+
+def forecasts(engine: Engine, positions: int, rounds: Sequence[PromptFigures]) -> Forecasts:
+    """What was to be expected: of a text, and with the measured hits if experts are read. Empty: doctor has not
+    measured this machine.
+    """
+    hits = medians(rounds).hits
+    made = {"of a text": forecast_of(engine, positions)}
+    made |= {} if hits is None else {"with these hits": forecast_of(engine, positions, hits)}
+    return {name: one for name, one in made.items() if one is not None}
+
+
+def forecast_lines(expected: dict[int, Forecasts], ours: Rounds) -> list[str]:
+    """A line for each length with the forecasts, beside what was measured."""
+    if not all(expected.values()):
+        return ["forecast: moeflux doctor measures this machine first"]
+    return [
+        f"forecast after {length} tokens: {', '.join(f'{one} {name}' for name, one in made.items())}; measured "
+        f"{medians(ours[length]).decode:.1f}"
+        for length, made in expected.items()
+    ]
 
 
 def memory_of(engine: Engine) -> Memory:
@@ -123,11 +150,16 @@ def report(
     machine: list[str],
     memory: Memory,
     runs: dict[str, Rounds],
+    expected: dict[int, Forecasts],
 ) -> JsonDict:
     """The content of the JSON line: every round, not only medians."""
     args = engine.model.args
     rows = [
-        {"prompt_tokens": length, **{name: [asdict(one) for one in rounds[length]] for name, rounds in runs.items()}}
+        {
+            "prompt_tokens": length,
+            "forecast": {name: asdict(one) for name, one in expected[length].items()},
+            **{name: [asdict(one) for one in rounds[length]] for name, rounds in runs.items()},
+        }
         for length in options.prompt_tokens
     ]
     return {

@@ -84,7 +84,8 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         "doctor",
         "Describe this machine, check that its kernels compute correctly, measure the disk, and list the models that "
-        "fit. Takes a few seconds and needs no model; the exit code is 1 if a check fails.",
+        "fit. Takes a few seconds, on a GPU half a minute the first time, and needs no model; the exit code is 1 if a "
+        "check fails.",
     )
     disk = made.add_mutually_exclusive_group()
     disk.add_argument(

@@ -12,6 +12,7 @@ from .cli.run import Parser, execute  # first: where MLX is missing, it says so
 import mlx.core as mx
 
 from .cli import chips
+from .cli.known_models import POSITIONS
 from .cli.options import (
     NOT_GIVEN,
     OF_IMAGES,
@@ -31,6 +32,7 @@ from .experts.source import IoMode
 from .formats.pieces import ExpertFiles
 from .formats.record import ExpertLayout
 from .formats.tables import NARROW, RowForm, TableFiles
+from .kept.rates import kept_rates
 from .model.tensors import resident_bytes, token_bytes, variant_bytes
 from .opening.heads import choose_drafts
 from .opening.locate import locate
@@ -41,6 +43,7 @@ from .packing.tables import SMALL_GROUP
 from .planning.budget import Planner, plan_memory
 from .planning.demand import Demand
 from .planning.expert_io import from_environment
+from .planning.forecast import TokenWork, forecast, hits_in_texts, share_of
 from .planning.kv_bits import keeping, state_lines
 from .planning.machine import default_dtype, in_gb
 from .planning.memory_plan import MemoryPlan
@@ -117,7 +120,10 @@ def run(options: argparse.Namespace) -> int:
         each = plan_memory(args, share, machine, plan.demand)
         print("\n".join([*memory_lines(each, share), *lines, *rank_lines(args, layout, plan, each, machines, disk)]))
         return 0
-    print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *speed_lines(args, layout, plan, disk)]))
+    work = TokenWork.of(args, model.dense, routed_bytes(args, layout), POSITIONS, plan.demand.itemsize)
+    forecasts = forecast_lines(work, disk, share_of(plan))
+    speeds = speed_lines(args, layout, plan, disk)
+    print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *forecasts, *speeds]))
     return 0
 
 
@@ -207,6 +213,21 @@ def print_notes(plan: MemoryPlan, options: argparse.Namespace) -> None:
         note(f"warning: {plan.enlarged}")
     if plan.mode is not IoMode.PREAD and options.expert_cache_gb is not None:
         note(f"note: --expert-cache-gb has no effect where experts are {HELD[plan.mode]}")
+
+
+def forecast_lines(work: TokenWork, disk: int, share: float) -> list[str]:
+    """Lines on the tokens per second to expect here, with this share of the experts in memory. If doctor has not
+    measured this machine, a line says how to get them.
+    """
+    kept = kept_rates()
+    if kept is None:
+        return ["forecast: moeflux doctor measures this machine first; moeflux models has typical values"]
+    rates = replace(kept, disk=disk)
+    made = forecast(work, rates, share, hits_in_texts(share))
+    lines = [f"forecast: {made} tokens/s in a text, {made.middle:.3g} in the middle"]
+    if share < 1:
+        lines.append(f"forecast if a router uses all experts equally often: {forecast(work, rates, share, share)}")
+    return lines
 
 
 def table_lines(args: ModelArgs, tables: Mapping[int, TableFiles]) -> list[str]:

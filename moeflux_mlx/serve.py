@@ -124,7 +124,7 @@ def read_key(options: argparse.Namespace) -> str | None:
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         "serve",
-        "Serve Mixture-of-Experts models to agents and chat apps, with the APIs of OpenAI and Anthropic.",
+        "Serve Mixture-of-Experts models to agents and chat apps, with the APIs of OpenAI, Anthropic and Ollama.",
     )
     server = made.add_argument_group("server")
     add_address(server)

@@ -25,6 +25,7 @@ from ..errors import ModelFileError, MoefluxError
 from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout, Record
 from ..installation import install_command, reinstall_command
+from ..kept.rates import keep_rates
 from ..opening.engine import Engine, open_engine
 from ..ops import backend, native
 from ..ops.chips import M5_GENERATION, generation_of
@@ -34,6 +35,7 @@ from ..planning.settings import chip, physical_ram_bytes
 from ..tools.checkup import ASKED, check_operations, runs_on, thread_limits
 from ..tools.demo_check import BOUND, NATS, story_rows
 from ..tools.kernels import Built, compiled_in_time, programs_of_variants
+from ..tools.rates import measure_rates
 from .benchmarking import OURS, measured, own_steps
 from .benchmarking import table as table_of_speed
 from .known_models import Fit, Machine, known_models, machine_of
@@ -79,6 +81,7 @@ class Facts:
             "values": lambda: value_lines(default_dtype()),
             **({"disk": self.disk} if with_disk else {}),
             "memory": self.memory,
+            "layers": self.layers,
             "known models": lambda: (table_of_models(self.here, self.models), True),
             **({"kernels": self.kernels, "demo model": self.demo} if whole else {}),
         }
@@ -99,6 +102,13 @@ class Facts:
     def memory(self) -> Finding:
         rate, used = in_gb(self.here.products, 1), in_gb(used_memory())
         return [f"products  {rate}/s of 4-bit weights with one row; {used} of memory in use here"], True
+
+    def layers(self) -> Finding:
+        """Measures and keeps what forecasts are made from."""
+        rates = measure_rates(self.here.disk, self.here.products)
+        keep_rates(rates)
+        each, streamed = (f"{1e3 * seconds:.3f} ms" for seconds in (rates.layer, rates.streamed_layer))
+        return [f"layers    {each} each beside their bytes, {streamed} where experts are streamed, for forecasts"], True
 
     def disk(self) -> Finding:
         """Measures the disk; no room for the file is no fault of the machine."""

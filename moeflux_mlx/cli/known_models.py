@@ -12,15 +12,18 @@ from ..errors import RequestError
 from ..experts.source import IoMode
 from ..files import directory, read_json
 from ..formats.record import ExpertLayout
+from ..kept.rates import Rates, rates_with
 from ..model.tensors import variant_bytes
 from ..opening.load_settings import LoadSettings
 from ..planning.budget import plan_memory
+from ..planning.forecast import Forecast, TokenWork, forecast, hits_in_texts
 from ..planning.kv_bits import keeping
 from ..planning.machine import Figures, default_dtype, in_gb
 from ..spec import ModelArgs, variants
 from ..tools.checkup import product_rate
 from .planning import ASSUMED_DISK, memory_in_all, routed_bytes
 
+POSITIONS = 512  # that a token of the forecast attends to
 COMFORTABLE = 5.0  # tokens per second, about as fast as people read
 
 
@@ -40,6 +43,11 @@ class Machine:
     disk: float
     is_measured: bool
 
+    @property
+    def rates(self) -> Rates:
+        """With the seconds of layers."""
+        return rates_with(self.products, self.disk)
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -51,7 +59,8 @@ class Fit:
         disk_bytes: of its files, about.
         memory_bytes: that it takes while it runs, for the context of the plan; None: it does not fit.
         share: of the experts that are in memory, 0 to 1.
-        tokens_per_second: an estimate; None: it does not fit.
+        tokens_per_second: an estimate from a token's bytes, if a router uses all experts equally often; None: as above.
+        forecast: what texts should reach, with the seconds of layers; None: as above.
         context: tokens that the memory is planned for.
     """
 
@@ -61,6 +70,7 @@ class Fit:
     memory_bytes: int | None = None
     share: float = 0.0
     tokens_per_second: float | None = None
+    forecast: Forecast | None = None
     context: int = 0
 
     @property
@@ -105,10 +115,16 @@ def fit(name: str, here: Machine, dtype: mx.Dtype, context: int | None) -> Fit:
     except RequestError:
         return unfit
     share = plan.pool / layout.total_bytes if plan.mode is IoMode.PREAD else 1.0
-    seconds = (resident + routed_bytes(args, layout)) / here.products
-    seconds += (1 - share) * routed_bytes(args, layout) / here.disk
+    routed = routed_bytes(args, layout)
+    seconds = (resident + routed) / here.products + (1 - share) * routed / here.disk
+    work = TokenWork.of(args, variant_bytes(args, dtype, of_token=True), routed, POSITIONS, dtype.size)
     return replace(
-        unfit, memory_bytes=memory_in_all(plan), share=share, tokens_per_second=1 / seconds, context=plan.context
+        unfit,
+        memory_bytes=memory_in_all(plan),
+        share=share,
+        tokens_per_second=1 / seconds,
+        forecast=forecast(work, here.rates, share, hits_in_texts(share)),
+        context=plan.context,
     )
 
 
@@ -118,11 +134,10 @@ def table(here: Machine, fits: Sequence[Fit]) -> list[str]:
     lines = [f"{'model':{width}}{'disk':>12}{'memory':>12}{'experts in memory':>20}{'tokens/s, about':>18}"]
     for one in fits:
         start = f"{one.name:{width}}{in_gb(one.disk_bytes, 1):>12}"
-        if one.memory_bytes is None or one.tokens_per_second is None:
+        if one.memory_bytes is None:
             lines.append(f"{start}{'does not fit':>18}")
         else:
-            speed = f"{one.tokens_per_second:.{0 if one.tokens_per_second >= 10 else 1}f}"
-            lines.append(f"{start}{in_gb(one.memory_bytes, 1):>12}{one.share:>20.0%}{speed:>18}")
+            lines.append(f"{start}{in_gb(one.memory_bytes, 1):>12}{one.share:>20.0%}{str(one.forecast):>18}")
     disk = f"{in_gb(here.disk, 1)}/s" if here.is_measured else f"an assumed {in_gb(here.disk, 1)}/s"
     memory, products = in_gb(here.figures.memory, 1), in_gb(here.products, 1)
     return [
@@ -130,7 +145,8 @@ def table(here: Machine, fits: Sequence[Fit]) -> list[str]:
         "",
         f"For {memory} of {here.figures.name}. Models above {COMFORTABLE:g} tokens/s come first, "
         "by size; then slower ones, by speed.",
-        f"Tokens/s is an estimate, not a measurement: products read a token's weights at {products}/s,",
-        f"experts that are not in memory are read from the disk at {disk}, and a router uses all",
-        "experts equally often. moeflux benchmark measures a downloaded model.",
+        f"Tokens/s is a forecast, not a measurement: products read a token's weights at {products}/s,",
+        f"experts that are not in memory are read from the disk at {disk}, texts repeat experts",
+        "as a small trained model's do, and a layer takes what moeflux doctor measured, or what is usual.",
+        "moeflux benchmark measures a downloaded model.",
     ]

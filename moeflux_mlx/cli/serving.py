@@ -19,10 +19,12 @@ from ..files import read_json
 from ..installation import install_command
 from ..model.step import MAX_ROWS
 from ..opening.engine import Engine
+from ..opening.forecasts import forecast_of
 from ..packing.located import Located
 from ..planning.parallel import cache_room
 from ..spec import ModelArgs
 from ..vision.vision import open_reader
+from .known_models import POSITIONS
 from .opening import check_store, open_store
 from .options import parse_template_config
 from .sampling import REPETITION, SAMPLER, add_samplers, given
@@ -104,7 +106,11 @@ def serve_with(
     files = {
         name: (partial(preparer_of, options, variables, one), context_of(options, one)) for name, one in located.items()
     }
-    choices = [ModelChoice(name, load, *made, *files.get(name, ())) for name, load in loads.items()]
+    forecast = partial(forecast_of, positions=POSITIONS)
+    choices = []
+    for name, load in loads.items():
+        describe, context = files.get(name, (None, None))
+        choices.append(ModelChoice(name, load, *made, describe, context, forecast))
     idle = None if options.idle_minutes is None else 60 * options.idle_minutes
     switch = ModelSwitch(choices, options.queue, DECODE_SHARE, idle, announce, complain)
     embedder = None

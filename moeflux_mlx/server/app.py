@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -219,7 +219,9 @@ def _picture(served: Served, watch: Watch) -> JsonDict | None:
     if switch.loaded is None:
         loading = switch.loading.name if switch.loading else None
         return {"loading": loading, "queue": switch.queue, "failures": switch.failures, "embedding": embedding}
-    return watch.latest and {**watch.latest, "model": switch.loaded.choice.name, "embedding": embedding}
+    loaded, forecast = switch.loaded, switch.loaded.forecast and asdict(switch.loaded.forecast)
+    more = {"model": loaded.choice.name, "embedding": embedding, "forecast": forecast}
+    return watch.latest and {**watch.latest, **more}
 
 
 def _refused(path: str, error: BadRequestError) -> Response:

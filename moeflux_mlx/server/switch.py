@@ -16,6 +16,7 @@ from pathlib import Path
 from ..errors import BadRequestError, MoefluxError
 from ..files import JsonDict
 from ..opening.engine import Engine
+from ..planning.forecast import Forecast
 from .admission import Admission, Places
 from .features import Features, features_of
 from .live import Watch
@@ -42,6 +43,7 @@ class ModelChoice:
         describe: makes the model's `Preparer` from the files of tokenizer and configuration, in any thread; None: only
             the loaded model has them.
         context: the longest context that its configuration allows, if that is known.
+        forecast: of the loaded engine's speed, if this machine was measured.
     """
 
     name: str
@@ -51,6 +53,7 @@ class ModelChoice:
     defaults: Callable[[Path], Defaults]
     describe: Callable[[], Preparer] | None = None
     context: int | None = None
+    forecast: Callable[[Engine], Forecast | None] = lambda engine: None
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Loaded:
     worker: Worker
     preparer: Preparer
     seconds: float
+    forecast: Forecast | None = None
     uses: int = 0
 
     @property
@@ -355,7 +359,7 @@ class ModelSwitch:
         files = engine.tokenizer, model.args.vocab_size, engine.plan.context, choice.defaults(engine.path)
         vision = model.vision.reader if model.vision else None  # the encoder belongs to the loaded model
         preparer = Preparer(*files, vision, engine.path, known.preparer.answers if known else None)
-        return Loaded(choice, worker, preparer, time.monotonic() - began)
+        return Loaded(choice, worker, preparer, time.monotonic() - began, choice.forecast(engine))
 
     def _signal(self) -> "tuple[asyncio.Future[None], Callable[[], None]]":
         """A future and a function that sets it from any thread."""

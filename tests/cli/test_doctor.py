@@ -14,7 +14,8 @@ from moeflux_mlx.spec import variants
 
 
 @pytest.fixture(autouse=True)
-def small_file(monkeypatch):
+def small_file(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("kept")))
     monkeypatch.setattr(diagnosis, "MEASURED_FILE", 8 << 20)
 
 

@@ -51,7 +51,8 @@ class OnlyCompiled(msl.TextKernel):
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch):
+def short(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("kept")))
     monkeypatch.setattr(diagnosis, "ROUNDS", 1)
     monkeypatch.setattr(diagnosis, "ANSWER", 8)
     monkeypatch.setattr(soak, "compared", lambda: (["as fast"], True))  # test_soak.py runs it

@@ -149,6 +149,13 @@ def test_ollama_cuts_long_texts(live):
     assert live.post("/api/embed", {"model": "m", "input": "owl " * 100})["embeddings"] == short["embeddings"]
 
 
+def test_ollamas_own_client_embeds(live):
+    library = pytest.importorskip("ollama", reason="the Python client of Ollama is not installed")
+    with library.Client(host=live.url) as client:
+        reply = client.embed("owls", TEXTS, dimensions=8)
+    assert [len(one) for one in reply.embeddings] == [8] * 3 and reply.prompt_eval_count > 8
+
+
 def test_answers_go_on_beside_embeddings(live, client):
     """While an answer is written, the thread rests for most of the time."""
     texts, rests = [TEXTS[1]] * 64, []

@@ -516,10 +516,12 @@ def test_drafts_are_shown_where_there_are_any(open_page):
     open_page.until(lambda: open_page.see("#drafts-text") == "930 of 1,240 taken, by a draft head")
 
 
-def test_a_model_for_embeddings_is_shown(open_page):
-    assert open_page.run("document.getElementById('embedding').hidden")
+def test_a_model_for_embeddings_and_a_forecast_are_shown(open_page):
+    assert open_page.run("['embedding', 'forecast'].every((id) => document.getElementById(id).hidden)")
     model = {"name": "owls", "state": "loaded", "bytes": 1_200_000_000}
-    open_page.server.feed = lambda step: {**feed(1), "embedding": model}
+    made = {"low": 5.23, "middle": 6.8, "high": 8.84}
+    open_page.server.feed = lambda step: {**feed(1), "embedding": model, "forecast": made}
+    open_page.until(lambda: open_page.see("#forecast-text") == "5.2 to 8.8 tok/s")
     open_page.until(lambda: open_page.see("#embedding-text") == "owls: loaded, 1.2 GB")
 
 

@@ -1,0 +1,88 @@
+"""How fast a model will answer, from the bytes of a token, a machine's rates and the share of experts in memory.
+
+A token's weights and state are read at the products' rate. Each layer adds its own seconds, for launches and the host.
+Experts that are not in memory are read from the disk, after the products. Nothing here measures, and the same inputs
+give the same forecast.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..kept.rates import Rates
+from ..mixers.registry import each_cache
+from ..spec import ModelArgs
+from .memory_plan import MemoryPlan
+
+SPREAD = 1.3  # the ends of the band are the middle times and divided by this
+READ_SHARE = 0.85  # of the disk's rate: a layer asks for few experts at once (docs/performance.md, "Streaming")
+# Share of the experts in the pool -> share of the requests that find theirs, in held-out texts of moe40m with
+# read-ahead (docs/performance.md, "Streaming").
+OF_POOL = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.85, 0.9, 1)
+IN_TEXTS = (0, 0.536, 0.632, 0.723, 0.798, 0.86, 0.906, 0.96, 0.983, 0.992, 1)
+
+
+@dataclass(frozen=True)
+class TokenWork:
+    """What one token takes.
+
+    Args:
+        dense: bytes of weights that every token reads.
+        routed: bytes of the experts that it uses.
+        state: bytes of caches that it reads and writes.
+        layers: number of layers; `moe_layers` of them have experts.
+    """
+
+    dense: int
+    routed: int
+    state: int
+    layers: int
+    moe_layers: int
+
+    @classmethod
+    def of(cls, args: ModelArgs, dense: int, routed: int, positions: int, itemsize: int) -> "TokenWork":
+        """Of a model whose token reads `dense` and `routed` bytes of weights, after `positions` tokens."""
+        caches = each_cache(args.mixer_counts)
+        state = sum(count * cache.step_bytes(positions, itemsize) for cache, count in caches)
+        return cls(dense, routed, state, args.num_hidden_layers, len(args.moe_layers))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Tokens per second: the middle, and the ends of a band that differ by a factor of 1.7."""
+
+    low: float
+    middle: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{_said(self.low)} to {_said(self.high)}"
+
+
+def forecast(work: TokenWork, rates: Rates, share: float, hits: float) -> Forecast:
+    """The forecast for one token after the other.
+
+    Args:
+        share: of the experts that are in memory.
+        hits: of a token's experts, those that are found there.
+    """
+    is_streamed = share < 1
+    seconds = (work.dense + work.routed + work.state) / rates.products
+    seconds += (work.layers - work.moe_layers * is_streamed) * rates.layer
+    seconds += work.moe_layers * is_streamed * rates.streamed_layer
+    seconds += (1 - hits) * work.routed / (READ_SHARE * rates.disk) if is_streamed else 0
+    return Forecast(1 / seconds / SPREAD, 1 / seconds, SPREAD / seconds)
+
+
+def hits_in_texts(share: float) -> float:
+    """The share of requests that find their expert, if a text repeats experts as moe40m's do."""
+    return float(np.interp(share, OF_POOL, IN_TEXTS))
+
+
+def share_of(plan: MemoryPlan) -> float:
+    """The share of the experts that a plan keeps in memory."""
+    return min(plan.pool / plan.experts, 1.0) if plan.pool else 1.0
+
+
+def _said(rate: float) -> str:
+    return f"{rate:.{0 if rate >= 10 else 1 if rate >= 1 else 2}f}"

@@ -1,0 +1,91 @@
+"""The forecast of a model's speed, beside recorded measurements, and where users see it."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from moeflux_mlx import benchmark, plan
+from moeflux_mlx.kept import rates as kept
+from moeflux_mlx.kept.rates import TYPICAL, Rates, keep_rates, kept_rates, rates_with
+from moeflux_mlx.planning.forecast import Forecast, TokenWork, forecast, hits_in_texts
+
+# Measurements of docs/performance.md ("One H200"): bytes of a token, its rates, and tokens per second. Products read
+# at 2.11 TB/s (12288x2048 to 8192x4096 there); a layer's seconds are those that Qwen3-30B-A3B's 48 layers left on the
+# same machine, so that the other models are forecast and not fitted.
+H200, OTHER_H200 = Rates(2.11e12, 3.65e9, 4.77e-5, 2.5e-4), Rates(2.11e12, 3.65e9, 3.3e-5, 2.5e-4)
+RECORDED = {
+    "35B-A3B, resident": (TokenWork(1_100_000_000, 570_000_000, 210_000_000, 40, 40), H200, 1.0, 1.0, 404),
+    "35B-A3B, resident, faster host": (
+        TokenWork(1_100_000_000, 570_000_000, 210_000_000, 40, 40),
+        OTHER_H200,
+        1.0,
+        1.0,
+        473,
+    ),
+    "Cogito 671B, resident": (TokenWork(11_000_000_000, 9_800_000_000, 50_000_000, 61, 58), OTHER_H200, 1.0, 1.0, 86),
+    "397B-A17B, a quarter": (TokenWork(0, 566_000_000, 0, 8, 8), H200, 0.25, 0.27, 7.5),
+    "397B-A17B, half": (TokenWork(0, 566_000_000, 0, 8, 8), H200, 0.5, 0.49, 10.2),
+}
+
+
+@pytest.mark.parametrize("case", RECORDED.values(), ids=RECORDED)
+def test_recorded_measurements_are_in_the_band(case):
+    work, rates, share, hits, measured = case
+    made = forecast(work, rates, share, hits)
+    assert made.low <= measured <= made.high and made.middle == pytest.approx(measured, rel=0.25)
+    assert made.high / made.low <= 1.7
+
+
+def test_each_part_of_a_token_takes_its_time():
+    work, rates = TokenWork(10, 20, 30, 4, 3), Rates(60.0, 17.0, 0.5, 2.0)
+    assert forecast(work, rates, 1.0, 1.0).middle == pytest.approx(1 / (1 + 4 * 0.5))
+    streamed = 1 + 1 * 0.5 + 3 * 2.0
+    assert forecast(work, rates, 0.5, 1.0).middle == pytest.approx(1 / streamed)
+    assert forecast(work, rates, 0.5, 0.4).middle == pytest.approx(1 / (streamed + 0.6 * 20 / (0.85 * 17)))
+
+
+def test_texts_find_more_experts_than_their_share():
+    shares = [i / 20 for i in range(21)]
+    assert all(hits_in_texts(share) >= share for share in shares) and hits_in_texts(0.5) == pytest.approx(0.86)
+    assert hits_in_texts(0) == 0 and hits_in_texts(1) == 1
+
+
+@pytest.fixture
+def own_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "moeflux"
+
+
+def test_rates_are_kept_for_the_device(own_files):
+    assert kept_rates() is None and rates_with(1.0, 2.0).layer in {one[0] for one in TYPICAL.values()}
+    made = Rates(2e9, 1e9, 1e-3, 2e-3)
+    keep_rates(made)
+    assert kept_rates() == made and rates_with(5.0, 6.0) == Rates(5.0, 6.0, 1e-3, 2e-3)
+    (own_files / kept.FILE).write_text(json.dumps({"version": 1, "found": [{**kept._key(), "products": "fast"}]}))
+    assert kept_rates() is None
+    row = {**kept._key(), **asdict(made), "mlx": "0"}
+    (own_files / kept.FILE).write_text(json.dumps({"version": 1, "found": [row]}))
+    assert kept_rates() is None, "another MLX is another speed"
+
+
+def said(capsys, *options):
+    assert plan.main(["--variant", "qwen3-30b-a3b", "--ram-gb", "12", "--dtype", "bfloat16", *options]) == 0
+    return capsys.readouterr().out
+
+
+def test_plan_shows_forecasts_once_doctor_has_measured(own_files, capsys):
+    assert "forecast: moeflux doctor measures this machine first" in said(capsys)
+    keep_rates(Rates(1e11, 5e9, 1e-4, 2e-4))
+    out = said(capsys)
+    assert "tokens/s in a text, " in out and "forecast if a router uses all experts equally often: " in out
+    assert out.index("forecast") < out.index("hit rate")
+
+
+def test_benchmark_writes_forecast_and_measurement(own_files, capsys):
+    keep_rates(Rates(1e11, 5e9, 1e-4, 2e-4))
+    assert benchmark.main(["--prompt-tokens", "8", "--max-tokens", "4", "--rounds", "1", "--json"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("forecast after 8 tokens: ") and " of a text; measured " in line for line in lines)
+    made = Forecast(**json.loads(last)["rows"][0]["forecast"]["of a text"])
+    assert made.low < made.middle < made.high
