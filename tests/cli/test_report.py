@@ -27,7 +27,7 @@ from moeflux_mlx.tools import kernels
 from moeflux_mlx.tools.kernels import Built, programs_of_variants
 
 VARIANT = "qwen3-30b-a3b"
-TITLES = ["machine", "threads and matrix units", "values", "memory", "known models", "kernels", "demo model", "pools"]
+TITLES = "machine|threads and matrix units|values|memory|layers|known models|kernels|demo model|pools".split("|")
 
 
 class OnlyCompiled(msl.TextKernel):
