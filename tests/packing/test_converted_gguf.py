@@ -12,7 +12,7 @@ from test_gguf_families import LEAST, TOLERANCE, cache, logits, type_of  # noqa:
 from moeflux_mlx.experts.tables import FileTable
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.formats.gguf_file import open_gguf
-from moeflux_mlx.opening.locate import resolve
+from moeflux_mlx.opening.locate import locate
 from moeflux_mlx.packing.gguf_tensors import dequantized
 from moeflux_mlx.packing.in_place import open_in_place
 from moeflux_mlx.spec import ModelArgs
@@ -29,7 +29,7 @@ def test_logits_are_those_of_the_checkpoint(tmp_path, family):
     path, checkpoint = tmp_path / "m.gguf", tmp_path / "hub"
     gguf_models.write_golden(path, family)
     converted_gguf.write_checkpoint(checkpoint, family, converted_gguf.hub_weights(family))
-    ours, theirs = ModelArgs.from_file(resolve(path)), ModelArgs.from_file(checkpoint)
+    ours, theirs = locate(path).args, ModelArgs.from_file(checkpoint)
     other = {"eos_token_ids": (), "model_type": ""}
     assert replace(ours, **other) == replace(theirs, **other)
     assert FAMILIES[ours.model_type].read is FAMILIES[theirs.model_type].read
@@ -51,7 +51,8 @@ def test_rows_of_a_table_in_place(tmp_path, kind):
     of_others = type_of("qwen4_exp")
     gguf_models.write_gguf(path, "qwen4_exp", lambda name: kind if name == table else of_others(name))
     stored = open_gguf(path).tensors[table]
-    ((_, files),) = open_in_place(resolve(path)).tables.items()
+    (of_layer,) = open_in_place(locate(path)).plan.tables
+    files = of_layer.in_place()
     reader = FileTable(files)
     rows = np.array([[[3, 250, 3, 0]]])
     made = np.array(reader.begin(rows).take(0, 1)).reshape(4, -1)
