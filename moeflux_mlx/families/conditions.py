@@ -3,7 +3,8 @@
 from ..errors import ConfigError
 from ..kinds import Experts
 from ..kinds.limits import check_width
-from ..quant import EXPERTS
+
+LEAST_GROUP = 32  # values of a group or block that most stored forms have; who quantises checks that a form fits
 
 
 def check_experts(experts: Experts, hidden_size: int) -> None:
@@ -12,8 +13,8 @@ def check_experts(experts: Experts, hidden_size: int) -> None:
     if router.top_k > router.experts:
         raise ConfigError(f"num_experts_per_tok {router.top_k} exceeds num_experts {router.experts}")
     for name, value in (("hidden_size", hidden_size), ("moe_intermediate_size", experts.width)):
-        if value % EXPERTS.group_size:
-            raise ConfigError(f"{name} {value} is not a multiple of the quantisation group, {EXPERTS.group_size}")
+        if value % LEAST_GROUP:
+            raise ConfigError(f"{name} {value} is not a multiple of {LEAST_GROUP}, the smallest quantisation group")
     if not 1 <= router.kept_groups <= router.groups or router.experts % router.groups:
         groups = f"n_group {router.groups}, topk_group {router.kept_groups}"
         raise ConfigError(f"num_experts {router.experts}, {groups} do not divide")

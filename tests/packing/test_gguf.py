@@ -134,15 +134,21 @@ def test_logits_of_every_way_to_open_it(tmp_path, types):
         assert all(np.array_equal(one, every[0]) for one in every), chunk
 
 
+def resized(monkeypatch, family, sizes):
+    """Gives the family's tiny model other sizes; returns its configuration."""
+    config = goldens.text_config(family) | sizes
+    monkeypatch.setattr(goldens, "text_config", lambda _: config)
+    monkeypatch.setattr(goldens, "hub_tensors", goldens.hub_tensors.__wrapped__)  # keeps none
+    return config
+
+
 FAMILIES = [pytest.param(name, marks=pytest.mark.full if "5" in name else ()) for name in WIDE]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nested_scales_of_every_way_to_open_it(tmp_path, monkeypatch, family):
     """Matrices keep their types and bytes, also those outside the experts."""
-    config = goldens.text_config(family) | WIDE[family]
-    monkeypatch.setattr(goldens, "text_config", lambda _: config)
-    monkeypatch.setattr(goldens, "hub_tensors", goldens.hub_tensors.__wrapped__)  # keeps none
+    config = resized(monkeypatch, family, WIDE[family])
     path = tmp_path / "m.gguf"
     weights = gguf_models.write_gguf(path, family, mixed(NESTED, "Q4_K"))
     tokens, made = goldens.golden(family)[0], []
@@ -160,6 +166,27 @@ def test_nested_scales_of_every_way_to_open_it(tmp_path, monkeypatch, family):
     stored = sum(tensor.nbytes for tensor in open_gguf(path).tensors.values() if "_exps" in tensor.name)
     packed = sum(file.stat().st_size for file in (tmp_path / "packed" / "packed_experts").glob("*.bin"))
     assert packed < 1.1 * stored
+
+
+@pytest.mark.parametrize(
+    "hidden, width, types",
+    [
+        (128, 96, {"ffn_gate_exps": "Q4_0", "ffn_up_exps": "IQ4_NL", "ffn_down_exps": "Q5_0"}),
+        (160, 96, {"ffn_gate_exps": "Q4_1", "ffn_up_exps": "MXFP4", "ffn_down_exps": "Q8_0"}),
+        (256, 352, {"ffn_gate_exps": "Q2_K", "ffn_up_exps": "IQ3_XXS", "ffn_down_exps": "Q4_K"}),
+    ],
+)
+def test_widths_that_no_super_block_divides(tmp_path, monkeypatch, hidden, width, types):
+    """Types are mixed within a layer: llama.cpp stores rows that are too short for a type in another one."""
+    config = resized(monkeypatch, "qwen3_moe", {"hidden_size": hidden, "moe_intermediate_size": width})
+    path, tokens = tmp_path / "m.gguf", goldens.golden("qwen3_moe")[0]
+    weights = gguf_models.write_gguf(path, "qwen3_moe", mixed(types, "Q8_0"))
+    wanted = oracle.forward(config, weights, tokens)
+    convert(path, tmp_path / "packed")
+    for source, options in ((path, LEAST), (tmp_path / "packed", {})):
+        model = load_model(source, dtype=mx.float32, **options)
+        assert np.abs(logits(model, tokens) - wanted).max() < TOLERANCE, options
+        model.experts.close()
 
 
 def test_floats_are_converted_like_those_of_a_checkpoint(tmp_path):
