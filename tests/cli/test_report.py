@@ -27,7 +27,8 @@ from moeflux_mlx.tools import kernels
 from moeflux_mlx.tools.kernels import Built, programs_of_variants
 
 VARIANT = "qwen3-30b-a3b"
-TITLES = "machine|threads and matrix units|values|memory|layers|known models|kernels|demo model|pools".split("|")
+TITLES = ["machine", "threads and matrix units", "values", "memory", "layers", "known models", "kernels", "demo model"]
+TITLES += ["pools"]
 
 
 class OnlyCompiled(msl.TextKernel):
