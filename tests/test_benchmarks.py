@@ -72,9 +72,12 @@ def test_drafts(run, draft, model):
     assert run("bench_drafts", *TINY, *options)["depths"]["2"]["taken"]
 
 
-def test_kv(run):
-    report = run("bench_kv", "--tiny", "--layers", 2, "--positions", 64, "--turns", 1)
-    assert report["cache_bytes_8"] < report["cache_bytes_16"]
+def test_lengths(run):
+    pytest.importorskip("mlx_lm")
+    options = "--lengths", 40, "--prompts", 3, "--tokens", 18
+    rows = run("bench_lengths", *TINY, *PLAIN, *options)["rows"]
+    assert [row["model"] for row in rows] == ["ours 16", "ours 8", "mlx-lm"]
+    assert all(row["decode"][1] > 0 < row["+3"][1] for row in rows) and rows[0]["decode / bound"][1] > 1
 
 
 def test_kernels(run):

@@ -230,7 +230,7 @@ class Session:
         other.drafts = self.drafts and self.drafts.copy()
         for position in self.points.positions:
             if position <= reached:
-                other.points.add(position, self.points.states_at(position))
+                other.points.add(position, self.points.states_at(position), position in self.points.ends)
         return other
 
     def _blank(self, **options: "Unpack[SessionOptions]") -> "Session":
@@ -409,7 +409,7 @@ class Session:
         self.points.set_apart(half.nbytes if half is not None else 0)
         kept = {start + n: states for n, states in prefill.kept.items()}
         for position, states in sorted(kept.items()):
-            self.points.add(position, states)
+            self.points.add(position, states, position in ends)
         prefill.kept.clear()
         if half is not None and half.nbytes > self.points.max_bytes:
             self._drop_half()
@@ -427,7 +427,7 @@ class Session:
         self.tokens.append(token)
         reached = self.cache[0].offset  # includes a token that is computed ahead
         if keep and reached >= self._due:
-            self.points.keep(reached)
+            self.points.keep(reached, is_end=False)
 
     @property
     def _due(self) -> int:

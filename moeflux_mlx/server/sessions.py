@@ -2,15 +2,18 @@
 
 A prompt continues in the session that knows most of it. If that would destroy a state to which another conversation
 will probably return, the prompt gets a copy, so agents that share a beginning share its computation. If there are too
-many sessions, or they take too much memory, the least recently used one is dropped, short ones first; a store on disk
-may still have its text.
+many sessions, or they take too much memory, the least recently used one is dropped: short ones first, then those most
+of whose text is in a session that was used later. A store on disk may still have its text.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..driving.session import Session
+from ..text.boundaries import shared_length
 
 WORTH_COPYING = 64  # tokens; a shorter prefix is computed again instead of copied
 SMALL = 256  # tokens; shorter texts, such as requests for titles, are dropped first
@@ -107,5 +110,13 @@ class Sessions:
         idle = [kept for kept in self.kept if not kept.busy and kept is not besides]
         if not idle:
             return False
-        self.kept.remove(min(idle, key=lambda kept: (len(kept.session.tokens) > SMALL, kept.used)))
+        copied = self._copied()
+        self.kept.remove(min(idle, key=lambda kept: (len(kept.session.tokens) > SMALL, kept not in copied, kept.used)))
         return True
+
+    def _copied(self) -> set[KeptSession]:
+        """The sessions most of whose text is in one that was used later."""
+        latest = sorted(self.kept, key=lambda kept: -kept.used)
+        texts = [np.array(kept.session.tokens, np.uint32) for kept in latest]
+        shared = [max((shared_length(text, other) for other in texts[:i]), default=0) for i, text in enumerate(texts)]
+        return {kept for kept, text, known in zip(latest, texts, shared, strict=True) if 2 * known > len(text)}

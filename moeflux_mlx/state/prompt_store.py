@@ -203,20 +203,39 @@ class PromptDirectory:
                 _remove(path)
 
     def _evict(self, newest: Path) -> None:
-        """Removes the least recently used files, of any model, until the limit is kept."""
+        """Removes files, of any model, until the limit is kept: of two texts, the one of which a smaller share would be
+        computed again, and of equal ones that which was not used for longer.
+        """
         self._remove_abandoned()
         sizes = {path: stat for path in self.path.glob(f"*{SUFFIX}") if (stat := _stat(path))}
         total = sum(stat.st_size for stat in sizes.values())
-        for path in sorted(sizes, key=lambda path: sizes[path].st_mtime_ns):
-            if total > self.max_bytes and path != newest:
-                _remove(path)
-                total -= sizes[path].st_size
+        texts = {path: saved.tobytes() for path, saved in self._entries()} if total > self.max_bytes else {}
+        latest = sorted(sizes.keys() - {newest}, key=lambda path: -sizes[path].st_mtime_ns)
+        while total > self.max_bytes and latest:
+            shares = _shares(texts)
+            path = min(latest, key=lambda path: shares.get(path, 1.0) / (latest.index(path) + 1))
+            _remove(path)
+            latest.remove(path)
+            total -= sizes[path].st_size
+            texts.pop(path, None)
 
     def _remove_abandoned(self) -> None:
         for path in self.path.glob(f".*{TEMPORARY}"):
             stat = _stat(path)
             if stat and time.time() - stat.st_mtime > ABANDONED:
                 _remove(path)
+
+
+def _shares(texts: dict[Path, bytes]) -> dict[Path, float]:
+    """For each text, the part of it behind the longest other one with which it begins."""
+    shares: dict[Path, float] = {}
+    line: list[bytes] = [b""]  # each begins with the one before
+    for path, text in sorted(texts.items(), key=lambda item: item[1]):
+        while not text.startswith(line[-1]):
+            line.pop()
+        shares[path] = 1 - len(line[-1]) / len(text)
+        line.append(text)
+    return shares
 
 
 def _tokens_digest(tokens: np.ndarray) -> str:

@@ -12,6 +12,10 @@ import mlx.core as mx
 
 from ..caches.layer_cache import Arrays, LayerCache
 
+# A state at the end of a message stays where others have neighbours that are this many times as far apart, because an
+# edited text differs from there on.
+END_WORTH = 4
+
 
 class RewindPoints:
     """Kept states of those of one list of caches that cannot be cut.
@@ -19,6 +23,9 @@ class RewindPoints:
     Args:
         cache: from `model.make_cache()`; its layers have absorbed equally many tokens at each call of `keep`.
         max_bytes: of all kept states together; beyond it, the states closest to others are dropped first.
+
+    Attributes:
+        ends: the positions of states where messages end.
     """
 
     def __init__(self, cache: Sequence[LayerCache], max_bytes: int):
@@ -27,6 +34,7 @@ class RewindPoints:
         self.set_aside = 0  # the part of `max_bytes` that something else takes at the moment
         self._untrimmable = [i for i, layer in enumerate(cache) if not layer.is_trimmable()]
         self._kept: dict[int, dict[int, Arrays]] = {}
+        self.ends: set[int] = set()
 
     @property
     def can_trim(self) -> bool:
@@ -47,7 +55,8 @@ class RewindPoints:
         """Positions after `start`, up to `end`, whose states are worth keeping while tokens up to `end` are absorbed.
 
         Those of `wanted` come first, the last ones before the others; then, as far as there is room beside them, one
-        every so many tokens, or further apart. What is kept already makes room.
+        every so many tokens, or further apart. What is kept already makes room, but for the ends of messages
+        and the last state.
         """
         if self.can_trim:
             return []
@@ -57,28 +66,31 @@ class RewindPoints:
         before = max((kept for kept in self._kept if kept <= start), default=0)
         first = before + every * ((start - before) // every + 1)
         regular = [position for position in range(first, end, every) if position not in chosen]
-        spare = room - len(chosen)
+        spare = room - len(chosen) - len({*self.ends, before} - {0})
         if spare > 0 and regular:
             chosen |= set(regular[:: -(-len(regular) // spare)])
         return sorted(chosen)
 
-    def keep(self, position: int) -> None:
-        """Keeps the present state, that of `position` tokens, if `max_bytes` allows."""
+    def keep(self, position: int, is_end: bool = True) -> None:
+        """Keeps the present state, that of `position` tokens, if `max_bytes` allows. `is_end`: a message ends there."""
         if self.can_trim or position == 0:
             return
-        self.add(position, {i: self.cache[i].kept() or () for i in self._untrimmable})
+        self.add(position, {i: self.cache[i].kept() or () for i in self._untrimmable}, is_end)
 
-    def add(self, position: int, states: dict[int, Arrays]) -> None:
+    def add(self, position: int, states: dict[int, Arrays], is_end: bool) -> None:
         """Keeps these states of the layers that cannot be cut, if `max_bytes` allows."""
         mx.eval(states)  # a pending computation would keep all of its inputs alive
         self._kept[position] = states
+        self.ends |= {position} if is_end else set()
         self.set_apart(self.set_aside)
 
     def set_apart(self, nbytes: int) -> None:
         """Reserves this part of `max_bytes` for something else; drops states until the rest suffices."""
         self.set_aside = nbytes
         while self._kept and self.nbytes + nbytes > self.max_bytes:
-            del self._kept[self._most_crowded()]
+            dropped = self._most_crowded()
+            del self._kept[dropped]
+            self.ends.discard(dropped)
 
     def nearest(self, position: int) -> int:
         """The last position that can be reached without passing `position`; 0 always can."""
@@ -105,9 +117,11 @@ class RewindPoints:
     def drop_after(self, position: int) -> None:
         """Forgets the states of later positions."""
         self._kept = {kept: state for kept, state in self._kept.items() if kept <= position}
+        self.ends &= self._kept.keys()
 
     def _most_crowded(self) -> int:
-        """The kept position, not the last one unless alone, whose neighbours are closest together."""
+        """The kept position, not the last one unless alone, whose neighbours are closest together, for its worth."""
         at = [0, *self.positions]
-        gaps = [(at[i + 1] - at[i - 1], at[i]) for i in range(1, len(at) - 1)]
+        worth = {position: END_WORTH if position in self.ends else 1 for position in at}
+        gaps = [(worth[at[i]] * (at[i + 1] - at[i - 1]), at[i]) for i in range(1, len(at) - 1)]
         return min(gaps)[1] if gaps else at[-1]

@@ -476,6 +476,15 @@ def test_states_spread_out_when_room_is_short():
     assert points.positions == [102, 202, 302]
 
 
+def test_states_where_messages_end_are_dropped_last():
+    session = make(RECURRENT, checkpoint_every=8)
+    session.points.max_bytes = 5 * session._state_bytes()
+    check(session, text(40), boundaries=[18, 21])
+    check(session, [*session.tokens, *text(20, 1)], boundaries=[47])
+    assert {18, 21, 47} <= set(session.points.positions)
+    assert check(session.fork(47), [*session.tokens[:22], 7]).memory == 21
+
+
 def test_states_are_dropped_when_others_need_their_memory():
     caches = fake_caches()
     points = RewindPoints(caches, 4 * 32)

@@ -68,6 +68,14 @@ def test_titles_do_not_evict_conversations(sessions):
     assert answered(sessions, [*long, 7, 8, 9, 1])[1] == 403
 
 
+def test_a_branch_that_was_left_is_dropped_before_another_conversation(sessions):
+    """As when a template leaves out the reasoning of earlier turns: each question begins a branch."""
+    other, _ = answered(sessions, list(range(1000, 1400)))
+    for n in range(4):
+        answered(sessions, [*SHARED, *range(300, 300 + 10 * n), *range(2000 + 100 * n, 2080 + 100 * n)])
+    assert other in [kept.session for kept in sessions.kept]
+
+
 def test_a_session_in_use_is_nobody_else_s(sessions):
     busy = sessions.take(SHARED)
     busy.session.tokens = list(SHARED)

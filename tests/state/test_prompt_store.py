@@ -383,6 +383,19 @@ def test_the_least_recently_used_is_removed_first(tmp_path):
     assert len(kept) == 3 and first in kept and text(10, 3) in kept
 
 
+def test_a_text_that_others_go_on_with_is_removed_before_one_that_stands_alone(tmp_path):
+    """Of a conversation that is saved at each turn, the last state stays, and those before it are spread."""
+    model = tiny_model(RECURRENT, mx.float32)
+    store = directory(tmp_path, RECURRENT)
+    keep(store, model, text(30, 1))
+    store.max_bytes = 4 * (tmp_path / files(tmp_path)[0]).stat().st_size
+    for length in range(10, 31, 2):
+        keep(store, model, text(length))
+    kept = [read_prompt_header(tmp_path / name).tokens.tolist() for name in files(tmp_path)]
+    assert text(30, 1) in kept and text(30) in kept
+    assert any(10 <= len(one) <= 20 for one in kept)
+
+
 def test_what_was_just_saved_stays_whatever_the_clock_says(tmp_path):
     """Other files may have dates in the future."""
     model = tiny_model(RECURRENT, mx.float32)

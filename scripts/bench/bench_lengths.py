@@ -1,0 +1,134 @@
+#!/usr/bin/env python3
+"""Times decode and prompts over the length of the text before them, with random weights and resident experts, in turns
+with mlx-lm's model of the same shapes.
+
+    scripts/bench/bench_lengths.py [--variant qwen3.6-35b-a3b] [--layers N] [--lengths 512 4096 32768 131072]
+        [--prompts 32 64 128 256 1024] [--kv-bits 16 8] [--against mlx-lm] [--bandwidth 4800] [--rounds 9]
+
+In each round every model computes a whole prompt of random tokens, decodes behind it, and answers each short prompt in
+a copy of that text. Prints a table with tokens per second (median and quartiles) and peak memory. "decode / bound" is
+the time of a token over that in which 0.8 of the bandwidth reads the weights that a token uses and its keys and values.
+Ends with one JSON line.
+"""
+
+import argparse
+import copy
+import importlib
+import json
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from bench_decode import WARMUP, Runner, add_variant, ours, planned, theirs, variant_config
+from bench_prompt import print_table, quartiles, random_prompt, spread, turns
+
+from moeflux_mlx.driving.generation import generate_step
+from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.mixers.registry import each_cache
+from moeflux_mlx.model.tensors import variant_bytes
+from moeflux_mlx.planning.machine import default_dtype, machine_figures
+from moeflux_mlx.planning.settings import configure_mlx
+from moeflux_mlx.spec import ModelArgs
+
+USUAL = 0.8  # of a memory's bandwidth, which good kernels reach
+
+
+def runners_of(config: dict, options: argparse.Namespace) -> dict[str, Runner]:
+    """Returns our model with keys and values of each number of bits, and the other one."""
+    args, figures, runners = ModelArgs.from_dict(config), machine_figures(), {}
+    most = max(options.lengths) + max(options.prompts) + options.tokens
+    for bits in options.kv_bits:
+        kept = args.with_kv_bits(8 if bits == 8 else None)
+        sizes = planned(kept, figures, most).sizes
+        runners[f"ours {bits}"] = Runner.of(partial(ours, kept, sizes=sizes), generate_step)
+    if options.against != "none":
+        step = importlib.import_module("mlx_lm.generate").generate_step
+        runners[options.against] = Runner.of(lambda: theirs(config), step)
+    return runners
+
+
+def empty_text(runner: Runner) -> list:
+    if hasattr(runner.model, "make_cache"):
+        return runner.model.make_cache()
+    return importlib.import_module("mlx_lm.models.cache").make_prompt_cache(runner.model)
+
+
+def own_copy(runner: Runner, text: list) -> list:
+    """Returns a copy of a text with one more token, so that it shares no array which the next one fills."""
+    copied = [layer.copy() if hasattr(layer, "copy") else copy.deepcopy(layer) for layer in text]
+    runner.run([1], 1, copied)
+    return copied
+
+
+def one_round(runner: Runner, tokens: list[int], length: int, options: argparse.Namespace) -> dict[str, float]:
+    """Returns tokens per second of a prompt of `length` tokens, of decoding and of short prompts behind it, and the
+    peak of memory.
+    """
+    text = empty_text(runner)
+    rates = runner.run(tokens[:length], options.tokens, text)
+    for more in options.prompts:
+        run = runner.run(tokens[-more:], 1, own_copy(runner, text))
+        rates |= {f"+{more}": run["prompt"], "peak": max(rates["peak"], run["peak"])}
+    return rates
+
+
+def bound_seconds(args: ModelArgs, length: int, bandwidth: float) -> float:
+    """Returns the least seconds of a token behind `length` others, by bytes."""
+    dtype, records = default_dtype(), ExpertLayout.from_args(args).records.values()
+    weights = variant_bytes(args, dtype, of_token=True)
+    experts = args.num_experts_per_tok * sum(record.held_bytes for record in records)
+    state = sum(count * cache.step_bytes(length, dtype.size) for cache, count in each_cache(args.mixer_counts))
+    return (weights + experts + state) / (USUAL * bandwidth)
+
+
+def measure(runners: dict[str, Runner], length: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns the quartiles of each model. One round before the others does not count."""
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
+    for i in range(-1, options.rounds):
+        tokens = random_prompt(next(iter(runners.values())).model, length + max(options.prompts), seed=i + 1)
+        for name in turns(list(runners), i):
+            run = one_round(runners[name], tokens, length, options)
+            rounds[name] += [run] if i >= 0 else []
+            print(f"{length} tokens, {name}: {run}" + ("" if i >= 0 else " (warm-up)"), flush=True)
+    rows = []
+    for name, runs in rounds.items():
+        row: dict[str, Any] = {"length": length, "model": name}
+        row |= {key: quartiles(run[key] for run in runs) for key in runs[0]}
+        if name.startswith("ours"):
+            least = bound_seconds(runners[name].model.args, length, 1e9 * options.bandwidth)
+            row["decode / bound"] = [1 / (rate * least) for rate in reversed(row["decode"])]
+        rows.append(row)
+    return rows
+
+
+def texts(row: dict[str, Any]) -> dict[str, str]:
+    """Returns a row of the table."""
+    peak, bound = row["peak"][-1] / 1e9, row.get("decode / bound")
+    rates = {key: spread(row[key], 1) for key in row if key in ("prompt", "decode") or key.startswith("+")}
+    ends = {"peak GB": f"{peak:.3f}", "decode / bound": spread(bound) if bound else "-"}
+    return {"length": str(row["length"]), "model": row["model"], **rates, **ends}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_variant(parser)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 4096, 32768, 131072], help="(%(default)s)")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[32, 64, 128, 256, 1024], help="(%(default)s)")
+    parser.add_argument("--kv-bits", type=int, nargs="+", default=[16, 8], choices=(16, 8), help="(%(default)s)")
+    parser.add_argument("--against", choices=["mlx-lm", "none"], default="mlx-lm", help="(%(default)s)")
+    parser.add_argument("--bandwidth", type=float, default=4800, help="of the memory, GB/s (%(default)s, an H200)")
+    parser.add_argument("--tokens", type=int, default=64, help=f"decoded, more than {WARMUP + 1} (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="(%(default)s)")
+    options = parser.parse_args()
+    configure_mlx()
+    config = variant_config(options)
+    runners, rows = runners_of(config, options), []
+    for length in options.lengths:
+        rows += measure(runners, length, options)
+        print_table([texts(row) for row in rows])
+    case = {"variant": options.variant, "layers": len(runners[f"ours {options.kv_bits[0]}"].model.layers)}
+    print(json.dumps(case | {"device": mx.device_info().get("device_name"), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
