@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     check_installed()
     from .server.listen import Listener
 
-    embedding = _embedding(options)
+    embedding = embedding_of(options)
     each = _each(options)
     loads = {model_name(one.model): partial(_load, one) for one in each}
     # A wrong name, or the question about a download, comes at the start.
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     return serve_with(Listener, options, read_key(options), loads, greet, located, embedding)
 
 
-def _embedding(options: argparse.Namespace) -> Path | None:
+def embedding_of(options: argparse.Namespace) -> Path | None:
     """The directory of the model for embeddings, whose memory the options then set aside; None without one.
 
     Raises:
@@ -75,11 +75,11 @@ def _each(options: argparse.Namespace) -> list[argparse.Namespace]:
     if len(models) > 1 and (options.revision or options.shards_in or options.tokenizer):
         raise RequestError("--revision, --shards-in and --tokenizer are for a single --model; leave them out")
     if getattr(options, "ranks", None) is not None:
-        _check_for_ranks(options)
+        check_for_ranks(options)
     return [argparse.Namespace(**{**vars(options), "model": model}) for model in models]
 
 
-def _check_for_ranks(options: argparse.Namespace) -> None:
+def check_for_ranks(options: argparse.Namespace) -> None:
     """Raises RequestError: several ranks do not serve so."""
     if len(options.models or ()) > 1 or options.idle_minutes is not None:
         raise RequestError(

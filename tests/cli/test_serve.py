@@ -192,10 +192,10 @@ def test_origins_and_hosts_are_compared_in_lower_case(capsys, rules):
 
 def test_several_ranks_run_one_model():
     options = argparse.Namespace(models=["one"], idle_minutes=None, parallel=1)
-    serve._check_for_ranks(options)
+    serve.check_for_ranks(options)
     options.models = ["one", "two"]
     with pytest.raises(RequestError, match="several ranks run one model"):
-        serve._check_for_ranks(options)
+        serve.check_for_ranks(options)
 
 
 def test_several_ranks_answer_one_request_at_a_time():

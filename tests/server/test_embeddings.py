@@ -180,7 +180,7 @@ def test_without_a_model_the_path_says_how_to_get_one():
 
 def test_its_memory_is_part_of_the_plan(path, tmp_path):
     options = serve.parser().parse_args(["--embedding-model", str(path)])
-    assert serve._embedding(options) == path and options.beside == memory_of(path)
+    assert serve.embedding_of(options) == path and options.beside == memory_of(path)
     from moeflux_mlx.cli.options import settings_of
 
     options.model = None
