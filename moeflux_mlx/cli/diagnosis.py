@@ -25,7 +25,7 @@ from ..errors import ModelFileError, MoefluxError
 from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout, Record
 from ..installation import install_command, reinstall_command
-from ..kept.rates import keep_rates
+from ..kept.rates import keep_rates, kept_rates
 from ..opening.engine import Engine, open_engine
 from ..ops import backend, native
 from ..ops.chips import M5_GENERATION, generation_of
@@ -105,7 +105,9 @@ class Facts:
 
     def layers(self) -> Finding:
         """Measures and keeps what forecasts are made from."""
-        rates = measure_rates(self.here.disk, self.here.products)
+        kept = kept_rates()
+        disk = self._rate or (kept.disk if kept else float(self.here.disk))
+        rates = measure_rates(disk, self.here.products)
         keep_rates(rates)
         each, streamed = (f"{1e3 * seconds:.3f} ms" for seconds in (rates.layer, rates.streamed_layer))
         return [f"layers    {each} each beside their bytes, {streamed} where experts are streamed, for forecasts"], True

@@ -222,7 +222,7 @@ class Buffers(Places):
     def take(self) -> int | None:
         if not self.free and len(self._buffers) < self._wanted:
             self._add()
-        if not self.free and self._left:
+        while not self.free and self._left:
             self._free_until(self._left[0][0])
         return super().take()
 

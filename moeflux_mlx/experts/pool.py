@@ -174,9 +174,14 @@ class SlotPool:
     @property
     def has_room(self) -> bool:
         """Whether a record may be read that nobody asked for, without a wait: where records are copied, at least half
-        of the staging rows are free.
+        of the staging rows are free; elsewhere a place is.
         """
-        return len(self._used) + self.reserve < self.slots and (self.staging is None or self.staging.has_room)
+        return not self.is_warm and (self.places.room > 0 if self.staging is None else self.staging.has_room)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether no room is left for what nobody asked for."""
+        return len(self._used) + self.reserve >= self.slots
 
     def on_host(self, key: Key) -> bool:
         """Whether the record is not in the device's memory and stayed in the host's."""

@@ -85,7 +85,7 @@ class Warming:
     @property
     def may_read(self) -> bool:
         """Whether there is something to read and a place for it."""
-        return not self._is_over and not all(pool.is_full for pool in self._pools)
+        return not self._is_over and not all(pool.is_warm for pool in self._pools)
 
     def stop(self) -> None:
         self._is_over = True
@@ -101,15 +101,19 @@ class Warming:
     def _fed(self) -> bool:
         """Returns whether there is more to read."""
         self._begun = [key for key in self._begun if self._is_arriving(key)]
-        while len(self._begun) < self._queued and not all(pool.is_full for pool in self._pools):
+        while len(self._begun) < self._queued and not all(pool.is_warm for pool in self._pools):
             if not self._next:
-                count = min(self._part, len(self._rest), sum(max(pool.slots - len(pool), 0) for pool in self._pools))
+                count = min(
+                    self._part,
+                    len(self._rest),
+                    sum(max(pool.slots - pool.reserve - len(pool), 0) for pool in self._pools),
+                )
                 self._next = deque(sorted(self._rest.popleft() for _ in range(count)))
             if not self._next:
                 return False
             key = self._next[0]
             pool = self._pools.of[key[0]]
-            if key not in pool and not pool.is_full:
+            if key not in pool and not pool.is_warm:
                 if not self._reads.warm(key, self._uses[key]):
                     break
                 self._begun.append(key)

@@ -164,6 +164,9 @@ class OptimisticLayers:
         stats = self._experts.stats
         before, self._read_at = stats.drive_requests, None
         h = self._layers[number](h, caches, chosen, inputs)
+        self._ahead.pop(number, None)
+        if self._ahead:  # the layer's own prediction has taken their place
+            self._experts.hint([key for keys in self._ahead.values() for key in keys])
         self.seconds *= FORGETTING
         if number in self._queueable:
             self._note(stats.drive_requests == before)
@@ -173,7 +176,9 @@ class OptimisticLayers:
         """Begins to compute layers from `first` on, behind `queued` groups. Their input is h, or the token for layer 0.
         None: not possible, or it would not pay.
         """
-        fitting = (how for how in GROUPINGS[backend.name()] if self.share >= how.share and self.seconds <= how.most)
+        fitting = (
+            how for how in GROUPINGS.get(backend.name(), ()) if self.share >= how.share and self.seconds <= how.most
+        )
         how = next(fitting, None)
         tables = [] if how is None or queued >= how.ahead else self._tables(first, how)
         if not tables:
@@ -195,9 +200,9 @@ class OptimisticLayers:
         tables = list[RecordTable]()
         for number in range(first, min(first - (first + how.shorter) % how.together + how.together, len(self._layers))):
             table = self._experts.table(number) if number in self._queueable else None
-            expected = self._ahead.pop(number, None)
-            if table is None or expected and not set(expected).isdisjoint(self._experts.in_flight):
+            if table is None or not set(self._ahead.get(number, ())).isdisjoint(self._experts.in_flight):
                 break
+            self._ahead.pop(number, None)
             tables.append(table)
         return tables
 

@@ -153,6 +153,7 @@ class LoadSettings:
             raise RequestError(f"context is {self.context} and the model takes {limit} tokens; give at most {limit}")
         demand = Demand(
             resident=resident + self.beside + len(args.ngrams) * KEPT_BYTES,
+            beside=self.beside,
             context=self.context,
             itemsize=dtype.size,
             span=self.trial.span,

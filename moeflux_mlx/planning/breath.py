@@ -41,7 +41,7 @@ class Breath:
         if self.plan.most == self.plan.pool:
             return self.plan.pool
         used, cached = mx.get_active_memory() - self.plan.figures.others - held, mx.get_cache_memory()
-        left = room(self.plan.figures) - self.plan.runtime - used - max(needed, cached)
+        left = room(self.plan.figures) - self.plan.runtime - self.plan.demand.beside - used - max(needed, cached)
         return max(min(left, self.plan.most), self._least)
 
     def check_prompt(self, tokens: int) -> None:

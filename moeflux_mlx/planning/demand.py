@@ -31,6 +31,7 @@ class Demand:
         encoding: temporary bytes of encoding an image, before the model computes.
         in_place: whether experts are pieces of a checkpoint or in several directories, so that files cannot be mapped.
         wired: what may lie in Metal's residency sets, one of `wired.MODES`.
+        beside: the part of `resident` that is not the model's and may not be taken yet.
     """
 
     resident: int
@@ -50,6 +51,7 @@ class Demand:
     head: int = 0
     encoding: int = 0
     wired: str = "pool"
+    beside: int = 0
 
     def with_vision(self, vision: VisionFiles | NoVision, dtype: mx.Dtype, rows: int) -> "Demand":
         """The demand including an image encoder in `dtype`, for images of at most `rows` rows."""

@@ -311,7 +311,8 @@ def _constants(terms: Terms, k: mx.array) -> list[Input]:
     rope, norms = terms.rope, (terms.q_norm, terms.k_norm)
     weights: Sequence[Input] = [*(k if norm is None else norm.weight for norm in norms), rope.periods if rope else k]
     weights = weights if terms.pieces is None else terms.pieces
-    return [*weights, terms.eps, rope.magnitude if rope else 1.0]
+    magnitude = 1.0 if rope is None or terms.rotates_first else rope.magnitude  # a norm behind the rotation cancels it
+    return [*weights, terms.eps, magnitude]
 
 
 @lru_cache(512)
