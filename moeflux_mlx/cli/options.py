@@ -23,7 +23,7 @@ OptionValue: TypeAlias = Any  # what argparse makes of an option: its type is th
 Adder = Callable[..., argparse.Action]  # `add_argument` of a parser or of a group
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_CACHE_GB = 10.0
-NOT_OPTIONS = ("vision", "trial")  # settings that options name otherwise
+NOT_OPTIONS = ("vision", "trial", "beside")  # settings that options name otherwise or not at all
 OTHER_NAMES = {"rank_count": "ranks"}  # what options are called where argparse stores them under another name
 # Defaults of options; None for all others.
 NOT_GIVEN = {

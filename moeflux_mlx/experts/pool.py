@@ -2,8 +2,7 @@
 
 The CPU and Metal read a record's memory in place (`places.py`). On CUDA each record is copied to its own array in
 device memory, because updating a part of a shared array would copy all of it; the host's memory is `Staging`.
-The pool knows neither files nor threads, only reads. While the model runs it can be resized; the most recently used
-records stay.
+The pool knows neither files nor threads, only reads. It can be resized; the most recently used records stay.
 
 A caller may be interrupted between any two bytecodes. The table of records is authoritative: it says who owns a row and
 which reads are in progress, and each change to it is one operation. The other attributes are for speed; `reconcile`
@@ -47,8 +46,7 @@ class SlotPool:
         ranking: the order of eviction.
         staging: the host's memory where records are copied, else None.
         reserve: slots that reads which nobody waits for leave free.
-        intended: records that are wanted soon.
-        foretold: records that the next layer will probably request.
+        intended, foretold: records that are wanted soon, and those that the next layer will probably request.
         has_been_full: whether a record had no free memory since the pool last grew.
     """
 
@@ -173,14 +171,11 @@ class SlotPool:
 
     @property
     def has_room(self) -> bool:
-        """Whether a record may be read that nobody asked for, without a wait: where records are copied, at least half
-        of the staging rows are free; elsewhere a place is.
-        """
+        """Whether a record may be read that nobody asked for, without a wait."""
         return not self.is_warm and (self.places.room > 0 if self.staging is None else self.staging.has_room)
 
     @property
-    def is_warm(self) -> bool:
-        """Whether no room is left for what nobody asked for."""
+    def is_warm(self) -> bool:  # no room is left for what nobody asked for
         return len(self._used) + self.reserve >= self.slots
 
     def on_host(self, key: Key) -> bool:

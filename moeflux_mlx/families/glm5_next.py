@@ -176,6 +176,8 @@ def gguf_delta(read: Metadata) -> JsonDict:
 def _gguf(read: Metadata) -> JsonDict:
     read.must_equal("attention.layer_norm_epsilon", 1e-6)
     read.must_equal("attention.indexer.kpool_select_tail", True)
+    if not all(read.each_layer("attention.indexer.types", bool, [])):
+        raise ConfigError("attention.indexer.types has layers that share an indexer, which no layer here does")
     return {
         "model_type": "glm5_next",
         **read.sizes(),

@@ -88,13 +88,19 @@ class GgufTensor(Tensor):
 
 @dataclass(frozen=True)
 class JoinedTensor(Tensor):
-    """The rows of several tensors, one after another, as float32."""
+    """The rows of several tensors, one after another, as float32. `cut`: of these, rows [start, stop); None: all."""
 
     parts: tuple[Tensor, ...] = ()
+    cut: tuple[int, int] | None = None
+
+    def rows(self, start: int, stop: int) -> "JoinedTensor":
+        first = self.cut[0] if self.cut else 0
+        return replace(self, shape=(stop - start, *self.shape[1:]), cut=(first + start, first + stop))
 
     def read(self) -> mx.array:
         """The values, float32."""
-        return mx.concatenate([part.read().astype(mx.float32) for part in self.parts])
+        whole = mx.concatenate([part.read().astype(mx.float32) for part in self.parts])
+        return whole if self.cut is None else whole[slice(*self.cut)]
 
 
 def joined(name: str, parts: Sequence[Tensor]) -> JoinedTensor:

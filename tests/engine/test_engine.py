@@ -38,6 +38,7 @@ DEFAULTS = {
     "vision": True,
     "image_tokens": 1024,
     "set": None,
+    "beside": 0,
 }
 
 

@@ -25,7 +25,16 @@ TEXT = np.random.default_rng(0).integers(0, 240, 60)
 FAMILIES = ("qwen3_moe", "gpt_oss", "qwen3_next")  # all positions; windows as well; recurrent layers as well
 LARGE = {
     *("glm-4.5-air", "glm-4.5v", "qwen3-235b-a22b", "solar-open-100b", "minimax-m2-230b-a10b", "hy3-295b-a21b"),
-    *("dots1-142b-a14b", "glm-4.7", "olmoe-1b-7b", "qwen1.5-moe-a2.7b", "mixtral-8x7b", "mixtral-8x22b"),
+    *(
+        "dots1-142b-a14b",
+        "hunyuan-a13b-80b",
+        "k2-horizon-mova-36b-a4b",
+        "glm-4.7",
+        "olmoe-1b-7b",
+        "qwen1.5-moe-a2.7b",
+        "mixtral-8x7b",
+        "mixtral-8x22b",
+    ),
 }
 
 

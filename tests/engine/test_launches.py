@@ -43,9 +43,8 @@ def said(family, target, tokens):
     """Returns the list for a whole model, and the steps."""
     with standing_in(backend=target):
         shapes = shapes_of(Namespace(variant=None, model=tiny_directory(family)))
-    steps = [
-        step for step in launches.launches_of(shapes, target) if step.tokens == tokens and "resident" not in step.part
-    ]
+    every = (step for step in launches.launches_of(shapes, target) if step.tokens == tokens)
+    steps = [step for step in every if "resident" not in step.part and "queued" not in step.part]
     total = Counter()
     for step in steps:
         for name, count in step.runs.items():

@@ -207,6 +207,7 @@ MOST |= {"deepseek_v41": 35, ("deepseek_v41", 1): 88, ("deepseek_v41", 3): 83}
 MOST |= {"kimi_k3": 16, "hy_v4": 20, "hy_v4_vl": 20, ("beam", 1): 11, ("beam", 3): 11}  # the factor of queries
 MOST |= {"mistral_large4": 18}  # queries grow, and an indexer makes its own of the input behind a norm
 MOST |= {"k2_horizon": 19}  # norms of halves, and MLX's operations choose value experts and multiply with them
+MOST |= {("bailing_hybrid", 2): 12}  # four gates would put rows where kernels cannot read them
 MOST |= {"llama4": 11}  # the input of its experts is scaled
 MOST |= {"longcat_flash": 24}  # the experts that return their input are taken out by MLX's operations
 MOST |= {"cohere2_moe": 12}  # both parts take a norm of their own launch, and its shared expert is as wide as two

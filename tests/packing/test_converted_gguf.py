@@ -14,7 +14,7 @@ from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.formats.gguf_file import open_gguf
 from moeflux_mlx.opening.locate import locate
 from moeflux_mlx.opening.weights import open_weights
-from moeflux_mlx.packing.gguf_tensors import dequantized
+from moeflux_mlx.packing.gguf_tensors import GgufTensor, dequantized, joined
 from moeflux_mlx.spec import ModelArgs
 
 pytest.importorskip("gguf")
@@ -60,3 +60,15 @@ def test_rows_of_a_table_in_place(tmp_path, kind):
     assert np.array_equal(made, dequantized(stored)[rows[0, 0]])
     convert(path, tmp_path / "packed")
     assert np.array_equal(logits(tmp_path / "packed", "qwen4_exp"), logits(path, "qwen4_exp", **LEAST))
+
+
+def test_rows_of_joined_tensors(tmp_path):
+    gguf_models.write_golden(tmp_path / "m.gguf", "dots1")
+    stored = open_gguf(tmp_path / "m.gguf").tensors
+    parts = [stored[f"blk.0.attn_{name}.weight"] for name in "qk"]
+    tensors = [GgufTensor(one.name, one.file, one.offset, "F32", one.shape, stored=one) for one in parts]
+    whole = joined("qk", tensors)
+    values, start, stop = np.array(whole.read()), len(tensors[0].read()) - 3, len(tensors[0].read()) + 2
+    assert np.array_equal(whole.rows(start, stop).read(), values[start:stop])
+    assert np.array_equal(whole.rows(start, stop).rows(1, 4).read(), values[start + 1 : start + 4])
+    assert whole.rows(start, stop).shape == (5, values.shape[1])

@@ -177,6 +177,13 @@ def test_each_key_moves_the_logits(tmp_path, family, part):
             assert "the model needs" in str(error)
 
 
+def test_layers_that_share_an_indexer_are_refused_where_none_does():
+    architecture, metadata, *tensors = described("glm5_next")
+    (key,) = (key for key in metadata if key.endswith("indexer.types"))
+    with pytest.raises(ConfigError, match="share an indexer"):
+        config_of(architecture, {**metadata, key: [False, *metadata[key][1:]]}, *tensors)
+
+
 @pytest.mark.parametrize("family", gguf_models.ARCHITECTURES)
 def test_factors_without_a_type_are_refused(family):
     """llama.cpp takes them as those of linear scaling; the type none says that they mean nothing."""
