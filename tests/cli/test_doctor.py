@@ -8,6 +8,7 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx import doctor
 from moeflux_mlx.cli import diagnosis
+from moeflux_mlx.kept.rates import Rates, keep_rates, kept_rates
 from moeflux_mlx.ops import native
 from moeflux_mlx.ops.tiles import MAX_TOKENS
 from moeflux_mlx.spec import variants
@@ -47,6 +48,14 @@ def test_a_disk_without_space_is_not_measured(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(diagnosis, "MEASURED_FILE", 1 << 60)
     assert doctor.main(["--directory", str(tmp_path)]) == 0
     assert "disk      not measured:" in capsys.readouterr().out
+
+
+def test_a_disk_that_is_not_measured_keeps_its_rate(capsys):
+    measured = Rates(1e9, 2e9, 1e-4, 2e-4)
+    keep_rates(measured)
+    assert doctor.main(["--no-disk"]) == 0
+    kept = kept_rates()
+    assert kept.disk == 2e9 and kept != measured
 
 
 def test_a_missing_extra_comes_with_its_command(monkeypatch, capsys):

@@ -349,6 +349,17 @@ def test_the_pool_has_what_nobody_else_needs(memory, tokens, state):
     assert made.most >= made.pool and made.total <= room(made.figures)
 
 
+def test_the_pool_leaves_what_is_set_aside():
+    args, layout = named("qwen3-30b-a3b")
+    allowed = []
+    for beside in (0, GB):
+        demand = Demand(GB + beside, itemsize=4, native=True, expert_io="pread", beside=beside)
+        made = plan_memory(args, layout, Figures(12 * GB), demand)
+        with mock.patch.multiple(mx, get_active_memory=lambda: GB, get_cache_memory=lambda: 0):
+            allowed.append(Breath(args, layout, made, PoolLimit([], made.most))(4096, 0))
+    assert allowed[0] - allowed[1] >= GB
+
+
 def test_a_pool_that_metal_has_adopted_keeps_its_size():
     args, layout = named("qwen3-30b-a3b")
     made = plan_memory(args, layout, Figures(16 * GB, working_set=12 * GB), Demand(GB, itemsize=2))

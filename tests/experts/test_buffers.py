@@ -356,6 +356,7 @@ def test_a_pool_that_evicts_keeps_a_reserve_while_layers_are_queued(tmp_path, sl
     assert len(pool) == slots - reserve and not pool.places.free
     loader.queued([])
     assert len(pool.places.free) == reserve and not pool.has_room
+    assert pool.is_warm, "warming waits for room that the reserve takes"
     loader.close()
 
 

@@ -34,6 +34,7 @@ CASES = {  # heads, kv heads, width, gates, rotation, switches
     "narrow values of a wide head": (4, 1, 192, False, Rotation(64, 1e4), {"value_dim": 128, "norm": None}),
     "queries that grow": (4, 2, 64, False, Rotation(64, 1e6), {"query_scale": QueryGrowth(0.7, 3)}),
     "norms behind the rotation": (4, 2, 64, False, Rotation(64, 1e6), {"rotates_first": True}),
+    "norms behind YaRN": (4, 2, 64, False, Rotation(64, 1e6, YARN), {"rotates_first": True}),
     "chunk": (4, 2, 32, True, Rotation(32, 1e6), {"window": 50, "chunked": True}),
     "8 bits, chunk": (4, 2, 64, False, Rotation(64, 1e6), {"window": 50, "chunked": True, "kv_bits": 8}),
     "8 bits": (4, 2, 64, False, Rotation(64, 1e6), {"kv_bits": 8}),
@@ -80,16 +81,16 @@ class Layer:
         return attend.attend(*parts, cache, attend.Terms(q_norm, k_norm, self.rope, 0.3, **more), seen=seen)
 
     def turned(self, x, norm, position):
-        behind = 1.0
-        if norm is not None:
-            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-2)
-            x, behind = (x, wide(norm.weight)) if self.part.rotates_first else (x * wide(norm.weight), 1.0)
+        def normed(x):
+            return x if norm is None else x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-2) * wide(norm.weight)
+
+        x = x if self.part.rotates_first else normed(x)
         pairs = np.arange(self.rope.dims).reshape((-1, 2) if self.interleaved else (2, -1))
         first, second = pairs.T if self.interleaved else pairs
         out, (cosine, sine) = x.copy(), fast.turns(position, self.rope)
         out[:, first] = x[:, first] * cosine - x[:, second] * sine
         out[:, second] = x[:, first] * sine + x[:, second] * cosine
-        return out * behind
+        return normed(out) if self.part.rotates_first else out
 
     def want(self, cache=None, places=None):
         """Computes the last token's output in float64. If keys and values are rounded, it uses those in `cache`.

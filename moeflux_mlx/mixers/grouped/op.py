@@ -311,7 +311,9 @@ def _constants(terms: Terms, k: mx.array) -> list[Input]:
     rope, norms = terms.rope, (terms.q_norm, terms.k_norm)
     weights: Sequence[Input] = [*(k if norm is None else norm.weight for norm in norms), rope.periods if rope else k]
     weights = weights if terms.pieces is None else terms.pieces
-    magnitude = 1.0 if rope is None or terms.rotates_first else rope.magnitude  # a norm behind the rotation cancels it
+    magnitude = rope.magnitude if rope else 1.0
+    if terms.rotates_first:  # the norm behind the rotation cancels it
+        return [*weights, terms.eps / magnitude**2, 1.0]
     return [*weights, terms.eps, magnitude]
 
 
