@@ -139,7 +139,7 @@ class Running:
             self.answer = self._kept.session.answer(
                 prepared.tokens, boundaries=prepared.boundaries, **given, **sampling
             )
-            self.answer.keeps_end = shared is not None and shared.waiting > 0
+            self.answer.keeps_end = shared is not None and shared.waiting > 0 and self.answer.shares_steps
         session = self._kept.session
         self._answering = Answering(prepared, session.tokenizer)
         self._responder = Responder(session.model, session.tokenizer, len(prepared.tokens))
