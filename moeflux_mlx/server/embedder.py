@@ -147,6 +147,9 @@ class Embedder:
             raise BadRequestError(f"{where} is empty; expected some text", "input")
         ids: Sequence[int]
         if isinstance(given, str):
+            if len(given) > MOST_CHARS * self.limit and not truncate:
+                message = f"{where} has {len(given)} characters and this embedding model takes {self.limit} tokens"
+                raise BadRequestError(f"{message}; shorten it", "input")
             ids = self._encoded(given[: MOST_CHARS * self.limit])
         else:
             ids = given

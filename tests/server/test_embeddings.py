@@ -137,6 +137,7 @@ REFUSED = [
     ({"input": [["the"]]}, "input is "),
     ({"input": [1, 99]}, r"input\[0\] has token 99; the largest is"),
     ({"input": "owl " * 100}, r"input\[0\] has 102 tokens and this embedding model takes 64"),
+    ({"input": "owl" + " " * 5000 + "lake"}, r"input\[0\] has 5007 characters and this .* takes 64 tokens"),
     ({"input": "owl", "dimensions": 99}, "dimensions is 99; this model has 32"),
     ({"input": "owl", "encoding_format": "int8"}, "encoding_format is 'int8'; expected float or base64"),
 ]
