@@ -69,6 +69,7 @@ class Embedder:
         self.name, self._path, self._is_busy = name, path, is_busy
         self.state, self.nbytes = "unloaded", memory_of(path)
         self._thread, self._waiting = ModelThread("embed"), 0
+        self._rest_until = 0.0
         self._thread.start()
         self._model: Any = None
         self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -132,14 +133,20 @@ class Embedder:
         model = self._loaded()
         vectors: dict[int, np.ndarray] = {}
         for piece in _pieces(tokens):
+            self._rest(done)
             if done.cancelled():
                 break
             began = time.perf_counter()
             vectors |= dict(zip(piece, compute(model, [tokens[i] for i in piece], self._pad), strict=True))
-            if self._is_busy():
-                time.sleep(REST * (time.perf_counter() - began))
+            now = time.perf_counter()
+            self._rest_until = now + REST * (now - began)
         made = np.stack([vectors[i] for i in range(len(tokens))]) if len(vectors) == len(tokens) else np.zeros((0, 0))
         return _shortened(made, dimensions), sum(map(len, tokens))
+
+    def _rest(self, done: "Future[Any]") -> None:
+        """Leaves the time after the last piece, also of an earlier request, to answers that are computed."""
+        while self._is_busy() and not done.cancelled() and (left := self._rest_until - time.perf_counter()) > 0:
+            time.sleep(min(left, 0.1))
 
     def _tokens(self, given: Given, number: int, truncate: bool) -> Sequence[int]:
         where = f"input[{number}]"

@@ -218,6 +218,21 @@ def test_values_that_are_no_numbers_and_too_many_are_refused():
         check_size(2048, 3072)
 
 
+def test_the_thread_rests_before_a_piece_and_not_before_an_answer(path):
+    asked = []
+    embedder = Embedder("owls", path, lambda: asked.append(1) or True)
+
+    async def ask():
+        await embedder(["owl"])
+        first = len(asked)
+        await embedder(["owl"])
+        return first
+
+    first = asyncio.run(ask())
+    assert first == 1 and len(asked) > 2, "the second request waits for the rest of the first"
+    assert embedder.stop(10)
+
+
 class Text(str):
     """A text that can be referred to weakly."""
 
