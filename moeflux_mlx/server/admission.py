@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 from ..errors import BadRequestError
 from ..planning.machine import in_gb
-from .job import Job
+from .job import Job, SharedPrompt
 from .prepare import PreparedRequest
 from .running import Running
 from .wire.replies import queue_full
@@ -88,6 +89,7 @@ class Admission:
     def __init__(self, parallel: int, nbytes: int, needs: Callable[[int], int]):
         self.parallel, self.nbytes = parallel, nbytes
         self.needs = lru_cache(LENGTHS)(needs)
+        self._shared: WeakKeyDictionary[SharedPrompt, int] = WeakKeyDictionary()  # tokens, until all jobs are gone
 
     def choose(self, waiting: Sequence[Job], running: Sequence[Running]) -> Job | None:
         """The request that begins next, or None: the oldest one of the client with the fewest running requests. If
@@ -102,6 +104,8 @@ class Admission:
     def begin(self, one: Running) -> None:
         """Reserves memory for the prompt and the beginning of the answer."""
         one.set_aside = self._first_length(one.job.prepared)
+        if one.job.shared is not None:
+            self._shared[one.job.shared] = len(one.job.prepared.tokens)
 
     def may_step(self, answering: Sequence[Running], running: Sequence[Running]) -> list[Running]:
         """The requests whose next token has room. An answer that outgrows its reserved memory gets more, or waits until
@@ -119,7 +123,10 @@ class Admission:
         return False
 
     def _fits(self, job: Job, running: Sequence[Running]) -> bool:
-        return not running or self._taken(running) + self.needs(self._first_length(job.prepared)) <= self.nbytes
+        need = self.needs(self._first_length(job.prepared))
+        if job.shared is not None and job.shared not in self._shared:
+            need += self.needs(len(job.prepared.tokens))
+        return not running or self._taken(running) + need <= self.nbytes
 
     def check(self, prepared: PreparedRequest, answers: int) -> None:
         """Raises BadRequestError: there is no room for an answer beside the prompt that others begin from."""
@@ -133,8 +140,7 @@ class Admission:
 
     def _taken(self, running: Sequence[Running]) -> int:
         """The reserved memory, with that of prompts from which further answers begin."""
-        shared = {one.job.shared: one for one in running if one.job.shared is not None and one.job.shared.waiting}
-        ends = sum(self.needs(len(one.job.prepared.tokens)) for one in shared.values())
+        ends = sum(self.needs(tokens) for shared, tokens in self._shared.items() if shared.waiting)
         return sum(self.needs(one.set_aside) for one in running) + ends
 
     def _first_length(self, prepared: PreparedRequest) -> int:

@@ -168,6 +168,13 @@ async def _count_tokens(served: Served, http: HttpRequest) -> Response:
     return JSONResponse(messages.count(counted if isinstance(counted, int) else await served.images.run(counted)))
 
 
+class LongReply(JSONResponse):
+    """JSON that Python writes, so that other threads go on meanwhile; C would hold the interpreter for seconds."""
+
+    def render(self, content: Any) -> bytes:
+        return "".join(json.JSONEncoder(allow_nan=False, separators=(",", ":")).iterencode(content)).encode("ascii")
+
+
 async def _embeddings(
     served: Served,
     http: HttpRequest,
@@ -181,7 +188,7 @@ async def _embeddings(
     asked = await served.read(http, lambda data: read(parse(data)))
     work = embedder(asked.inputs, truncate=asked.truncate, dimensions=asked.dimensions)
     vectors, tokens = await unless_gone(http, work)
-    return JSONResponse(await asyncio.to_thread(reply, asked, embedder.name, vectors, tokens))
+    return await asyncio.to_thread(lambda: LongReply(reply(asked, embedder.name, vectors, tokens)))
 
 
 async def _tokenize(served: Served, http: HttpRequest) -> Response:

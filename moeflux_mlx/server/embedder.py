@@ -32,6 +32,7 @@ REST = 5  # times the seconds of a piece that the thread rests while answers are
 LONGEST = 8192  # tokens of a text, if the model does not say less
 MOST_CHARS = 64  # characters per token of the limit that are looked at
 MOST_WAITING = 16  # requests
+MOST_VALUES = 1 << 22  # of all vectors of a request; as JSON they are up to 90 MB
 WORK_BYTES = 1 << 29  # temporaries of a piece, and the libraries that mlx-vlm imports
 
 Given = str | Sequence[int]  # a text, or its token ids
@@ -68,6 +69,7 @@ class Embedder:
         self.name, self._path, self._is_busy = name, path, is_busy
         self.state, self.nbytes = "unloaded", memory_of(path)
         self._thread, self._waiting = ModelThread("embed"), 0
+        self._rest_until = 0.0
         self._thread.start()
         self._model: Any = None
         self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -93,11 +95,14 @@ class Embedder:
             raise BadRequestError(f"{self._waiting} requests for embeddings wait; try again later", None, 429)
         self._waiting += 1
         done: Future[tuple[np.ndarray, int]] = Future()
+        held = [given]  # emptied at the end: the queue keeps no texts of a client that has left
+        del given
         try:
-            self._thread.run(partial(_settle, done, partial(self._embed, given, truncate, dimensions, done)))
+            self._thread.run(partial(_settle, done, partial(self._embed, held, truncate, dimensions, done)))
             return await asyncio.wrap_future(done)
         finally:
             done.cancel()
+            held.clear()
             self._waiting -= 1
 
     def stop(self, seconds: float) -> bool:
@@ -117,20 +122,31 @@ class Embedder:
         return int(min(said, LONGEST)) if isinstance(said, (int, float)) and said > 0 else LONGEST
 
     def _embed(
-        self, given: Sequence[Given], truncate: bool, dimensions: int | None, done: "Future[Any]"
+        self, held: Sequence[Sequence[Given]], truncate: bool, dimensions: int | None, done: "Future[Any]"
     ) -> tuple[np.ndarray, int]:
-        tokens = [self._tokens(one, number, truncate) for number, one in enumerate(given)]
+        tokens: list[Sequence[int]] = []
+        for number, one in enumerate(next(iter(held), ())):
+            if done.cancelled():
+                break
+            tokens.append(self._tokens(one, number, truncate))
+        check_size(len(tokens), dimensions or self._config.get("hidden_size") or 1)
         model = self._loaded()
         vectors: dict[int, np.ndarray] = {}
         for piece in _pieces(tokens):
+            self._rest(done)
             if done.cancelled():
                 break
             began = time.perf_counter()
-            vectors |= dict(zip(piece, _compute(model, [tokens[i] for i in piece], self._pad), strict=True))
-            if self._is_busy():
-                time.sleep(REST * (time.perf_counter() - began))
+            vectors |= dict(zip(piece, compute(model, [tokens[i] for i in piece], self._pad), strict=True))
+            now = time.perf_counter()
+            self._rest_until = now + REST * (now - began)
         made = np.stack([vectors[i] for i in range(len(tokens))]) if len(vectors) == len(tokens) else np.zeros((0, 0))
         return _shortened(made, dimensions), sum(map(len, tokens))
+
+    def _rest(self, done: "Future[Any]") -> None:
+        """Leaves the time after the last piece, also of an earlier request, to answers that are computed."""
+        while self._is_busy() and not done.cancelled() and (left := self._rest_until - time.perf_counter()) > 0:
+            time.sleep(min(left, 0.1))
 
     def _tokens(self, given: Given, number: int, truncate: bool) -> Sequence[int]:
         where = f"input[{number}]"
@@ -138,6 +154,9 @@ class Embedder:
             raise BadRequestError(f"{where} is empty; expected some text", "input")
         ids: Sequence[int]
         if isinstance(given, str):
+            if len(given) > MOST_CHARS * self.limit and not truncate:
+                message = f"{where} has {len(given)} characters and this embedding model takes {self.limit} tokens"
+                raise BadRequestError(f"{message}; shorten it", "input")
             ids = self._encoded(given[: MOST_CHARS * self.limit])
         else:
             ids = given
@@ -210,7 +229,21 @@ def _pieces(tokens: Sequence[Sequence[int]]) -> Iterator[list[int]]:
     yield piece
 
 
-def _compute(model: Any, tokens: Sequence[Sequence[int]], pad: int) -> list[np.ndarray]:
+def check_size(texts: int, values: int) -> None:
+    """Raises BadRequestError: so many vectors of so many values are too large a reply."""
+    if texts * values > MOST_VALUES:
+        most = MOST_VALUES // values
+        raise BadRequestError(
+            f"input has {texts} texts; this server answers at most {most} of {values} values", "input"
+        )
+
+
+def compute(model: Any, tokens: Sequence[Sequence[int]], pad: int) -> list[np.ndarray]:
+    """The vectors of texts, of which shorter ones are padded with `pad`.
+
+    Raises:
+        BadRequestError: the model makes none, or values that are not finite.
+    """
     longest = max(map(len, tokens))
     ids = np.full((len(tokens), longest), pad, np.int32)
     mask = np.zeros((len(tokens), longest), np.int32)
@@ -219,7 +252,11 @@ def _compute(model: Any, tokens: Sequence[Sequence[int]], pad: int) -> list[np.n
     vectors = getattr(model(mx.array(ids), attention_mask=mx.array(mask)), "text_embeds", None)
     if vectors is None or vectors.ndim != 2:
         raise BadRequestError("this embedding model does not make one vector of a text", "model")
-    return list(np.array(vectors.astype(mx.float32)))
+    made = np.array(vectors.astype(mx.float32))
+    if not np.isfinite(made).all():
+        message = "this embedding model made values that are not finite; use another checkpoint of it"
+        raise BadRequestError(message, "model", 500, "server_error")
+    return list(made)
 
 
 def _shortened(vectors: np.ndarray, dimensions: int | None) -> np.ndarray:

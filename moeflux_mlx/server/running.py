@@ -94,7 +94,9 @@ class Running:
             self._ahead = max(self._ahead, min(shared, absorbed))
             known = len(self.job.prepared.tokens) - self.left
             is_same = self.job.shared is not None and self.job.shared is other.job.shared
-            self.waits |= is_same or shared - max(known, absorbed) >= WORTH_COPYING
+            saves = shared - max(known, absorbed)
+            is_worth_it = 2 * saves >= self.left or not self.overtakes(other)
+            self.waits |= is_same or (saves >= WORTH_COPYING and is_worth_it)
         self.left = min(self.left, len(self.job.prepared.tokens) - self._ahead)
 
     def _shared_with(self, other: "Running") -> int:
@@ -139,7 +141,7 @@ class Running:
             self.answer = self._kept.session.answer(
                 prepared.tokens, boundaries=prepared.boundaries, **given, **sampling
             )
-            self.answer.keeps_end = shared is not None and shared.waiting > 0
+            self.answer.keeps_end = shared is not None and shared.waiting > 0 and self.answer.shares_steps
         session = self._kept.session
         self._answering = Answering(prepared, session.tokenizer)
         self._responder = Responder(session.model, session.tokenizer, len(prepared.tokens))

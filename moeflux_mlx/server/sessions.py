@@ -21,8 +21,8 @@ SMALL = 256  # tokens; shorter texts, such as requests for titles, are dropped f
 
 @dataclass(eq=False)
 class KeptSession:
-    """A session, the time of its last use, the position from which it may be overwritten (its last answer), and whether
-    it is in use.
+    """A session, the time of its last use, the position from which it may be overwritten (its last answer), whether it
+    is in use, and whether it is one beside those that are counted.
     """
 
     session: Session
@@ -30,6 +30,7 @@ class KeptSession:
     answer_at: int = 0
     busy: bool = False
     hint: str | None = None
+    is_extra: bool = False
 
 
 class Sessions:
@@ -80,8 +81,12 @@ class Sessions:
         return self._in_use(chosen, hint)
 
     def hold(self, session: Session, hint: str | None = None) -> KeptSession:
-        """A session that was made elsewhere, to be returned with `give_back`."""
-        return self._in_use(self._new(lambda: session), hint)
+        """A session that was made elsewhere, to be returned with `give_back`. It takes no other one's place, and is
+        kept if there is one.
+        """
+        kept = KeptSession(session, is_extra=True)
+        self.kept.append(kept)
+        return self._in_use(kept, hint)
 
     def _in_use(self, chosen: KeptSession, hint: str | None) -> KeptSession:
         chosen.busy, chosen.hint, chosen.used = True, hint, next(self._clock)
@@ -90,6 +95,9 @@ class Sessions:
     def give_back(self, kept: KeptSession, answer_at: int) -> None:
         """Marks the session as unused; the text after `answer_at` tokens will probably not be needed again."""
         kept.busy, kept.answer_at = False, min(answer_at, len(kept.session.tokens))
+        if kept.is_extra and self._is_full:
+            self.kept.remove(kept)
+        kept.is_extra = False
         while self.nbytes > self._max_bytes and self._drop_oldest(besides=kept):
             pass
 
@@ -101,10 +109,14 @@ class Sessions:
 
     def _new(self, make: Callable[[], Session]) -> KeptSession:
         made = KeptSession(make())
-        while len(self.kept) >= self._count and self._drop_oldest():
+        while self._is_full and self._drop_oldest():
             pass
         self.kept.append(made)
         return made
+
+    @property
+    def _is_full(self) -> bool:
+        return sum(not kept.is_extra for kept in self.kept) >= self._count
 
     def _drop_oldest(self, besides: KeptSession | None = None) -> bool:
         idle = [kept for kept in self.kept if not kept.busy and kept is not besides]

@@ -159,7 +159,8 @@ class ModelSwitch:
     @property
     def is_computing(self) -> bool:
         """Whether requests of the loaded model run."""
-        return self.loaded is not None and bool(self.loaded.worker.state.running)
+        loaded = self.loaded  # the embedding model's thread asks, too
+        return loaded is not None and bool(loaded.worker.state.running)
 
     @property
     def queue(self) -> int:

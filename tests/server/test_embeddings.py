@@ -1,8 +1,12 @@
 """Embeddings beside the chat model: those of mlx-vlm, by OpenAI's client and over Ollama's path."""
 
+import asyncio
 import base64
+import gc
 import json
 import threading
+import types
+import weakref
 
 import mlx.core as mx
 import numpy as np
@@ -13,10 +17,10 @@ from mlx.utils import tree_flatten
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from moeflux_mlx import serve
-from moeflux_mlx.errors import ModelFileError
+from moeflux_mlx.errors import BadRequestError, ModelFileError
 from moeflux_mlx.opening.load_settings import LoadSettings
 from moeflux_mlx.server import embedder as module
-from moeflux_mlx.server.embedder import Embedder, is_installed, memory_of
+from moeflux_mlx.server.embedder import Embedder, check_size, compute, is_installed, memory_of
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="mlx-vlm or transformers is not installed")
 MARKS, TEXT = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"], "the owl lake flew over and Mira saw a story of"
@@ -133,6 +137,7 @@ REFUSED = [
     ({"input": [["the"]]}, "input is "),
     ({"input": [1, 99]}, r"input\[0\] has token 99; the largest is"),
     ({"input": "owl " * 100}, r"input\[0\] has 102 tokens and this embedding model takes 64"),
+    ({"input": "owl" + " " * 5000 + "lake"}, r"input\[0\] has 5007 characters and this .* takes 64 tokens"),
     ({"input": "owl", "dimensions": 99}, "dimensions is 99; this model has 32"),
     ({"input": "owl", "encoding_format": "int8"}, "encoding_format is 'int8'; expected float or base64"),
 ]
@@ -176,6 +181,82 @@ def test_without_a_model_the_path_says_how_to_get_one():
         pytest.raises(openai.NotFoundError, match="start it with --embedding-model"),
     ):
         client.embeddings.create(model="m", input="owl")
+
+
+class Noted(dict):
+    """Notes the threads in which it becomes JSON."""
+
+    threads = []  # noqa: RUF012
+
+    def items(self):
+        self.threads.append(threading.current_thread())
+        return super().items()
+
+
+def test_replies_are_written_beside_the_event_loop(live):
+    async def embeds(*_, **more):
+        return types.SimpleNamespace(tolist=lambda: Noted(one=1)), 1
+
+    right, live.served.embedder = live.served.embedder, embeds
+    embeds.name = "owls"
+    try:
+        assert live.post("/api/embed", {"model": "m", "input": "owl"})["embeddings"] == {"one": 1}
+    finally:
+        live.served.embedder = right
+    assert Noted.threads and live.thread not in Noted.threads
+
+
+def test_values_that_are_no_numbers_and_too_many_are_refused():
+    def model(value):
+        return lambda ids, attention_mask: types.SimpleNamespace(text_embeds=mx.full((len(ids), 4), value))
+
+    assert len(compute(model(0.5), [[1], [1, 2]], 0)) == 2
+    with pytest.raises(BadRequestError, match="values that are not finite"):
+        compute(model(float("nan")), [[1]], 0)
+    check_size(2048, 2048)
+    with pytest.raises(BadRequestError, match="input has 2048 texts; .* at most 1365 of 3072 values"):
+        check_size(2048, 3072)
+
+
+def test_the_thread_rests_before_a_piece_and_not_before_an_answer(path):
+    asked = []
+    embedder = Embedder("owls", path, lambda: asked.append(1) or True)
+
+    async def ask():
+        await embedder(["owl"])
+        first = len(asked)
+        await embedder(["owl"])
+        return first
+
+    first = asyncio.run(ask())
+    assert first == 1 and len(asked) > 2, "the second request waits for the rest of the first"
+    assert embedder.stop(10)
+
+
+class Text(str):
+    """A text that can be referred to weakly."""
+
+
+def test_what_a_client_that_left_has_sent_is_not_kept(path):
+    goes_on = threading.Event()
+
+    async def leaves():
+        first = asyncio.ensure_future(embedder(["owl"]))
+        left = asyncio.ensure_future(embedder([text := Text("the lake")]))
+        sent = weakref.ref(text)
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        del left, text
+        gc.collect()
+        is_kept = sent() is not None
+        goes_on.set()
+        await first
+        return is_kept
+
+    embedder = Embedder("owls", path, lambda: not goes_on.wait(30))
+    assert not asyncio.run(leaves())
+    assert embedder.stop(10)
 
 
 def test_its_memory_is_part_of_the_plan(path, tmp_path):

@@ -15,6 +15,9 @@ from moeflux_mlx.server import admission, worker
 from moeflux_mlx.server.admission import Admission
 from moeflux_mlx.server.job import Job
 from moeflux_mlx.server.prepare import PreparedRequest, Preparer
+from moeflux_mlx.server.request import Request as ServerRequest
+from moeflux_mlx.server.running import Running, Totals
+from moeflux_mlx.server.sessions import Sessions
 
 LONG, SHORT = "the lake " * 80, "an owl"
 ANSWER = "</think>An owl."
@@ -341,3 +344,23 @@ def worker_lanes(line):
     import json
 
     return json.loads(line[5:])["lanes"]
+
+
+def test_a_short_prompt_goes_before_a_long_one_with_which_it_shares_little():
+    """It waits where that saves it most of its work, or where it would not go first anyway."""
+    made = FakeEngine(lambda prompt: ANSWER)
+
+    def prompt(*parts):
+        tokens = [token for first, length in parts for token in range(first, first + length)]
+        asked = ServerRequest("completions", "m")
+        return Running(Job(PreparedRequest(asked, tokens), print), Sessions(made.session, 4, 1 << 30), Totals())
+
+    long = prompt((0, 8000))
+    long.begin()
+    short, alike, almost_as_long = prompt((0, 100), (9000, 500)), prompt((0, 500), (9000, 100)), prompt((0, 5000))
+    for one in (short, alike, almost_as_long):
+        one.follow([long])
+    assert (short.waits, alike.waits, almost_as_long.waits) == (False, True, True)
+    middling = prompt((0, 100), (9000, 6000))
+    middling.follow([long])
+    assert middling.waits

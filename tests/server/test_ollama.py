@@ -131,6 +131,9 @@ def test_images_are_those_of_a_chat():
         {"model": "m", "prompt": "hi", "system": "Be brief.", "images": ["aGk="]}
     )
     assert [one["role"] for one in generated.messages] == ["system", "user"] and generated.images.sources
+    for more in ({"raw": True}, {"suffix": "end"}):
+        with pytest.raises(BadRequestError, match="^images is .*none beside raw or suffix"):
+            ollama.Ollama(chats=False).read({"model": "m", "prompt": "hi", "images": ["aGk="], **more})
     with pytest.raises(BadRequestError, match="images"):
         ollama.Ollama(chats=True).read({"model": "m", "messages": [{**HI[0], "images": [1]}]})
 

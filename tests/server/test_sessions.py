@@ -109,3 +109,17 @@ def test_a_hint_decides_between_equals(sessions):
         kept.session.tokens = list(SHARED)
         sessions.give_back(kept, len(SHARED))
     assert answered(sessions, [*SHARED, 1], hint="a")[0] is one.session
+
+
+def test_further_answers_drop_no_other_conversation(sessions):
+    """Each answers in a session of its own, which is kept where there is a free place."""
+    others = [answered(sessions, list(range(1000 * n, 1000 * n + 300)))[0] for n in (1, 2)]
+    first = sessions.take(SHARED)
+    more = [sessions.hold(first.session.fork(0)) for _ in range(3)]
+    for kept in (*more, first):
+        kept.session.tokens = [*SHARED, 7]
+        sessions.give_back(kept, len(SHARED))
+    assert [kept.session for kept in sessions.kept] == [*others, first.session]
+    alone = make(2)
+    alone.give_back(held := alone.hold(first.session), 200)
+    assert alone.kept == [held]

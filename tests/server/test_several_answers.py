@@ -4,7 +4,7 @@ import types
 
 import openai
 import pytest
-from live_server import Live, demo_engine, wait_for
+from live_server import FakeEngine, Live, demo_engine, wait_for
 from tiny_models import tiny_directory
 
 from moeflux_mlx.errors import BadRequestError
@@ -12,6 +12,9 @@ from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.server.admission import Admission
 from moeflux_mlx.server.job import Job, SharedPrompt
 from moeflux_mlx.server.prepare import PreparedRequest
+from moeflux_mlx.server.request import Request
+from moeflux_mlx.server.running import Running, Totals
+from moeflux_mlx.server.sessions import Sessions
 from moeflux_mlx.text.fill_in import fill_in
 
 OWLS = "Mira knew an owl that lived by the lake, and one evening it said to her that"
@@ -131,6 +134,30 @@ def test_the_prompt_from_which_answers_begin_takes_memory():
         room.check(PreparedRequest(None, [0] * 400, max_tokens=300), 2)
     job = Job(prepared, print, shared=SharedPrompt(1))
     running = [types.SimpleNamespace(length=400, set_aside=500, job=job)]
+    room.begin(running[0])
     assert room.choose([Job(PreparedRequest(None, [0] * 150, max_tokens=0), print)], running) is None
     job.shared.begin()
     assert room.choose([Job(PreparedRequest(None, [0] * 150, max_tokens=0), print)], running) is not None
+
+
+def test_an_answer_of_several_ranks_keeps_no_end_of_its_prompt():
+    """It is alone in its steps, and the other ranks could not repeat a copy between the prompt and its first token."""
+    prepared = PreparedRequest(Request("completions", "m"), [1, 2, 3], max_tokens=2)
+    engine = FakeEngine(lambda prompt: "An owl.")
+    one = Running(Job(prepared, print, shared=SharedPrompt(2)), Sessions(engine.session, 2, 1 << 30), Totals())
+    answer = one.begin()
+    assert not answer.shares_steps and not answer.keeps_end
+
+
+def test_the_end_of_a_prompt_counts_before_and_between_its_answers():
+    room = Admission(4, 1000, lambda tokens: tokens)
+    other = types.SimpleNamespace(length=100, set_aside=100, job=Job(PreparedRequest(None, [0] * 100), print))
+    several = Job(PreparedRequest(None, [0] * 500), print, shared=SharedPrompt(3))
+    assert room.choose([several], [other]) is None, "the prompt is kept twice"
+    first = types.SimpleNamespace(length=500, set_aside=500, job=several)
+    room.begin(first)
+    several.shared.begin()
+    small = Job(PreparedRequest(None, [0] * 450), print)
+    assert room.choose([small], [other]) is None, "the next answer has not begun"
+    del first, several
+    assert room.choose([small], [other]) is small, "its client has left"

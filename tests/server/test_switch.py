@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +31,7 @@ from moeflux_mlx.server.model_thread import ModelThread
 from moeflux_mlx.server.prepare import Defaults, Preparer
 from moeflux_mlx.server.request import Sampling
 from moeflux_mlx.server.sessions import Sessions
+from moeflux_mlx.server.switch import ModelSwitch
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 THREADS = Path("/proc/self/task")
@@ -568,3 +570,13 @@ assert thread.stop(60)
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", script], env=child_environment(), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+
+
+def test_a_model_that_is_unloaded_meanwhile_computes_nothing():
+    """The embedding model asks in its own thread."""
+
+    class Unloading:
+        seen = iter([types.SimpleNamespace(worker=types.SimpleNamespace(state=types.SimpleNamespace(running=[1])))])
+        loaded = property(lambda self: next(self.seen, None))
+
+    assert ModelSwitch.is_computing.fget(Unloading()) and not ModelSwitch.is_computing.fget(Unloading())

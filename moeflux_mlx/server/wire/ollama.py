@@ -58,6 +58,8 @@ class Ollama:
             made = {**told, "messages": [_message(item) for item in fields.objects("messages")]}
             request = chat.read({**made, "tools": fields.list("tools")})
         elif fields.flag("raw") or fields.text("suffix"):
+            if fields.list("images"):
+                raise fields.wrong("images", "none beside raw or suffix")
             prompt = {"prompt": fields.required_text("prompt"), "suffix": fields.text("suffix")}
             request = completions.read({**told, **prompt})
         else:
