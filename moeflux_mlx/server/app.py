@@ -171,7 +171,7 @@ async def _count_tokens(served: Served, http: HttpRequest) -> Response:
 class LongReply(JSONResponse):
     """JSON that Python writes, so that other threads go on meanwhile; C would hold the interpreter for seconds."""
 
-    def render(self, content: Any) -> bytes:
+    def render(self, content: object) -> bytes:
         return "".join(json.JSONEncoder(allow_nan=False, separators=(",", ":")).iterencode(content)).encode("ascii")
 
 

@@ -238,7 +238,7 @@ def check_size(texts: int, values: int) -> None:
         )
 
 
-def compute(model: Any, tokens: Sequence[Sequence[int]], pad: int) -> list[np.ndarray]:
+def compute(model: Callable[..., object], tokens: Sequence[Sequence[int]], pad: int) -> list[np.ndarray]:
     """The vectors of texts, of which shorter ones are padded with `pad`.
 
     Raises:
