@@ -139,8 +139,7 @@ def test_the_built_in_tiles_can_be_asked_for(file, monkeypatch):
         load_model(tiny_directory("qwen3_moe"), set={"tiles": "mine"})
 
 
-@pytest.mark.usefixtures("ops")
-def test_a_cpu_reads_no_file(file):
+def test_a_cpu_reads_no_file(file, ops):
     file.parent.mkdir()
     file.write_text("damaged")
     assert tiles.choose("auto") is CODE
