@@ -18,6 +18,7 @@ from ..files import JsonDict
 from ..opening.engine import Engine
 from ..planning.forecast import Forecast
 from .admission import Admission, Places
+from .faults import report
 from .features import Features, features_of
 from .live import Watch
 from .model_thread import ModelThread
@@ -360,7 +361,7 @@ class ModelSwitch:
         files = engine.tokenizer, model.args.vocab_size, engine.plan.context, choice.defaults(engine.path)
         vision = model.vision.reader if model.vision else None  # the encoder belongs to the loaded model
         preparer = Preparer(*files, vision, engine.path, known.preparer.answers if known else None)
-        return Loaded(choice, worker, preparer, time.monotonic() - began, choice.forecast(engine))
+        return Loaded(choice, worker, preparer, time.monotonic() - began, _forecast(choice, engine))
 
     def _signal(self) -> "tuple[asyncio.Future[None], Callable[[], None]]":
         """A future and a function that sets it from any thread."""
@@ -381,6 +382,15 @@ class ModelSwitch:
             self._waiting.remove(one)
             if not one.turn.done():
                 one.turn.set_exception(error())
+
+
+def _forecast(choice: ModelChoice, engine: Engine) -> Forecast | None:
+    """The forecast for the page; the model is served without one, too."""
+    try:
+        return choice.forecast(engine)
+    except Exception as error:
+        report("the speed cannot be forecast", error)
+        return None
 
 
 def reason(error: BaseException) -> str:

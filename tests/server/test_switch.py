@@ -31,7 +31,7 @@ from moeflux_mlx.server.model_thread import ModelThread
 from moeflux_mlx.server.prepare import Defaults, Preparer
 from moeflux_mlx.server.request import Sampling
 from moeflux_mlx.server.sessions import Sessions
-from moeflux_mlx.server.switch import ModelSwitch
+from moeflux_mlx.server.switch import ModelChoice, ModelSwitch
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 THREADS = Path("/proc/self/task")
@@ -580,3 +580,23 @@ def test_a_model_that_is_unloaded_meanwhile_computes_nothing():
         loaded = property(lambda self: next(self.seen, None))
 
     assert ModelSwitch.is_computing.fget(Unloading()) and not ModelSwitch.is_computing.fget(Unloading())
+
+
+def test_a_model_whose_speed_cannot_be_forecast_is_served(capfd):
+    async def load():
+        def broken(engine):
+            raise ValueError("a line of another form")
+
+        made = lambda engine: Sessions(engine.session, 1, 1)  # noqa: E731
+        room = lambda engine: Admission(1, 1, lambda tokens: tokens)  # noqa: E731
+        defaults = lambda path: Defaults(Sampling(), {}, None)  # noqa: E731
+        choice = ModelChoice("m", lambda: FakeEngine(lambda prompt: ""), made, room, defaults, forecast=broken)
+        switch = ModelSwitch([choice])
+        switch.start()
+        loaded = await asyncio.wait_for(switch.take("m"), 10)
+        switch.give_back(loaded)
+        switch.begin_stop()
+        return loaded.forecast, await asyncio.to_thread(switch.stop, 10)
+
+    assert asyncio.run(load()) == (None, True)
+    assert "the speed cannot be forecast: ValueError" in capfd.readouterr().err
