@@ -51,7 +51,18 @@ def memory_of(path: Path) -> int:
     sizes = [file.stat().st_size for file in path.rglob("*.safetensors")]
     if not sizes or not (path / "tokenizer.json").exists():
         raise ModelFileError(f"{path} holds no embedding model: it needs *.safetensors and tokenizer.json")
-    return sum(sizes) + WORK_BYTES
+    config = read_json(path / "config.json")
+    # Without kernels each head's scores of the longest text are in memory.
+    scores = 0 if backend.has_kernels() else 4 * config.get("num_attention_heads", 0) * _longest(path, config) ** 2
+    return sum(sizes) + WORK_BYTES + scores
+
+
+def _longest(path: Path, config: JsonDict) -> int:
+    """The most tokens of a text."""
+    file = path / "tokenizer_config.json"
+    said = (read_json(file) if file.exists() else {}).get("model_max_length")
+    said = config.get("max_position_embeddings") if said is None else said
+    return int(min(said, LONGEST)) if isinstance(said, (int, float)) and said > 0 else LONGEST
 
 
 class Embedder:
@@ -76,7 +87,7 @@ class Embedder:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._config = read_json(path / "config.json")
-        self.limit = self._limit()
+        self.limit = _longest(path, self._config)
 
     async def __call__(
         self, given: Sequence[Given], *, truncate: bool = False, dimensions: int | None = None
@@ -113,13 +124,6 @@ class Embedder:
     @property
     def status(self) -> JsonDict:
         return {"name": self.name, "state": self.state, "bytes": self.nbytes}
-
-    def _limit(self) -> int:
-        """The most tokens of a text."""
-        file = self._path / "tokenizer_config.json"
-        said = (read_json(file) if file.exists() else {}).get("model_max_length")
-        said = self._config.get("max_position_embeddings") if said is None else said
-        return int(min(said, LONGEST)) if isinstance(said, (int, float)) and said > 0 else LONGEST
 
     def _embed(
         self, held: Sequence[Sequence[Given]], truncate: bool, dimensions: int | None, done: "Future[Any]"

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from moeflux_mlx import serve
 from moeflux_mlx.errors import BadRequestError, ModelFileError
 from moeflux_mlx.opening.load_settings import LoadSettings
+from moeflux_mlx.ops import backend
 from moeflux_mlx.server import embedder as module
 from moeflux_mlx.server.embedder import Embedder, check_size, compute, is_installed, memory_of
 
@@ -269,3 +270,15 @@ def test_its_memory_is_part_of_the_plan(path, tmp_path):
     assert LoadSettings().beside == 0
     with pytest.raises(ModelFileError, match="holds no embedding model"):
         memory_of(tmp_path)
+
+
+@pytest.mark.skipif(backend.has_kernels(), reason="a kernel holds no scores")
+def test_the_scores_of_the_longest_text_are_part_of_its_memory(tmp_path):
+    def planned(longest):
+        config = {"num_attention_heads": 2, "max_position_embeddings": longest}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return memory_of(tmp_path)
+
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_bytes(b"{}")
+    assert planned(8192) - planned(64) == 4 * 2 * (8192**2 - 64**2)
