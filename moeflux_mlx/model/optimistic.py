@@ -200,7 +200,8 @@ class OptimisticLayers:
         tables = list[RecordTable]()
         for number in range(first, min(first - (first + how.shorter) % how.together + how.together, len(self._layers))):
             table = self._experts.table(number) if number in self._queueable else None
-            if table is None or not set(self._ahead.get(number, ())).isdisjoint(self._experts.in_flight):
+            expected = self._ahead.get(number)
+            if table is None or expected and not set(expected).isdisjoint(self._experts.in_flight):
                 break
             self._ahead.pop(number, None)
             tables.append(table)
