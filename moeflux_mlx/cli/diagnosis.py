@@ -26,14 +26,14 @@ from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout, Record
 from ..installation import install_command, reinstall_command
 from ..kept.rates import keep_rates, kept_rates
-from ..opening.engine import Engine, open_engine
+from ..opening.engine import Engine
 from ..ops import backend, native
 from ..ops.chips import M5_GENERATION, generation_of
 from ..ops.launch import MOST_THREADS
 from ..planning.machine import Figures, default_dtype, in_gb, machine_figures, used_memory
 from ..planning.settings import chip, physical_ram_bytes
 from ..tools.checkup import ASKED, check_operations, runs_on, thread_limits
-from ..tools.demo_check import BOUND, NATS, story_rows
+from ..tools.demo_check import BOUND, NATS, open_demo, story_rows
 from ..tools.kernels import Built, compiled_in_time, programs_of_variants
 from ..tools.rates import measure_rates
 from .benchmarking import OURS, measured, own_steps
@@ -138,13 +138,10 @@ class Facts:
         return kernel_lines(done, len(programs), len(self.models), budget), not any(one.fault for one in done)
 
     def demo(self) -> Finding:
-        """Runs the demo model with all experts in memory and streamed: a known story, a prompt and an answer. No trial
-        of launches that keep the GPU warm disturbs the times.
-        """
+        """Runs the demo model with all experts in memory and streamed: a known story, a prompt and an answer."""
         lines, is_right, rows = list[str](), True, list[np.ndarray]()
         for title, io, pool in (("in memory", "mmap", None), ("half of the experts streamed", "pread", POOL)):
-            trial = {"keep_warm": "off"}
-            engine = open_engine(None, expert_io=io, expert_cache_bytes=pool, warm_start="off", set=trial)
+            engine = open_demo(io, pool)
             try:
                 made, nats = story_rows(engine)
                 rows.append(made)

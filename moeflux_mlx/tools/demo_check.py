@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..driving.generation import generate_step
-from ..opening.engine import Engine
+from ..opening.engine import Engine, open_engine
 
 QUESTION = "Tell me a story"
 GIVEN = (  # the beginning of the model's own answer, computed as one prompt
@@ -22,6 +22,14 @@ FOLLOWING = (  # and what follows it, computed token by token
 )
 # Nats per token of `FOLLOWING`, in float32 on a CPU; bfloat16 gives 0.007 more.
 NATS, BOUND = 0.062, 0.04
+
+
+def open_demo(expert_io: str, pool: int | None) -> Engine:
+    """The demo model with a pool of so many bytes, without what other sessions left. No trial of launches that keep the
+    GPU warm disturbs its times.
+    """
+    trial = {"keep_warm": "off"}
+    return open_engine(None, expert_io=expert_io, expert_cache_bytes=pool, warm_start="off", set=trial)
 
 
 def story_rows(engine: Engine) -> tuple[np.ndarray, float]:

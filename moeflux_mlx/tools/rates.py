@@ -6,9 +6,9 @@ from contextlib import closing
 
 from ..driving.generation import generate_step
 from ..kept.rates import Rates
-from ..opening.engine import open_engine
 from ..planning.machine import default_dtype
 from .checkup import product_rate
+from .demo_check import open_demo
 
 PROMPT, TOKENS, ALL = list(range(3, 11)), 24, 1 << 30  # token ids; bytes of a pool that holds all experts
 
@@ -20,9 +20,7 @@ def measure_rates(disk: float, products: float | None = None) -> Rates:
 
 def layer_seconds(expert_io: str) -> float:
     """Seconds of one of the demo model's layers, of which a token has few bytes."""
-    pool = ALL if expert_io == "pread" else None
-    trial = {"keep_warm": "off"}
-    engine = open_engine(None, expert_io=expert_io, expert_cache_bytes=pool, warm_start="off", set=trial)
+    engine = open_demo(expert_io, ALL if expert_io == "pread" else None)
     try:
         seconds = []
         with closing(generate_step(PROMPT, engine.model, max_tokens=2 * TOKENS)) as steps:

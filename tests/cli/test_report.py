@@ -23,7 +23,7 @@ from moeflux_mlx.opening.random_weights import Shapes
 from moeflux_mlx.ops.kernel_files import Program
 from moeflux_mlx.ops.launch import KernelText
 from moeflux_mlx.ops.tiles import CODE, TRIED, Tiles, merged
-from moeflux_mlx.tools import kernels
+from moeflux_mlx.tools import demo_check, kernels
 from moeflux_mlx.tools.kernels import Built, programs_of_variants
 
 VARIANT = "qwen3-30b-a3b"
@@ -218,13 +218,13 @@ def test_cudas_kernels_are_compiled_together(listed, monkeypatch, tmp_path):
 
 
 def test_nothing_keeps_a_gpu_warm_while_the_demo_model_is_measured(monkeypatch, tmp_path):
-    opened, modes = diagnosis.open_engine, []
+    opened, modes = demo_check.open_engine, []
 
     def noting(*given, **named):
         modes.append(named["set"])
         return opened(*given, **named)
 
-    monkeypatch.setattr(diagnosis, "open_engine", noting)
+    monkeypatch.setattr(demo_check, "open_engine", noting)
     reduce(monkeypatch, "demo model")
     report(tmp_path)
     assert modes == [{"keep_warm": "off"}] * 2
