@@ -64,9 +64,9 @@ def lines_of(name: str, reach: Reach, macs: Sequence[Mac]) -> list[str]:
         "* The experts do not all fit this memory. At most: all of the bandwidth, arithmetic and disk, at the same",
         f"time. About: {BANDWIDTH_SHARE:.0%} of the bandwidth, {RATE_SHARE:.0%} of the arithmetic, "
         f"{1e6 * LAUNCH_SECONDS:.1f} us a launch, {1e3 * WAIT_SECONDS:.1f} ms a wait, and in decoding",
-        "the disk after the GPU. Streamed: this share of the experts is in memory, and a router uses all equally",
-        "often; real ones repeat experts, which is faster. Prompts: with the experts that fit. The TFLOPS from M5 on",
-        "are those of the matrix units.",
+        "the disk after the GPU. Streamed: this share of the experts is in memory (50 % where all fit), and a router",
+        "uses all equally often; real ones repeat experts, which is faster. Prompts: with the experts that fit. The",
+        "TFLOPS from M5 on are those of the matrix units.",
     ]
 
 
