@@ -193,6 +193,7 @@ def test_metadata_that_make_no_sentencepiece(changes, words):
         ({"merges": "h e"}, "merges is no list of texts"),
         ({"eos_token_id": -1}, "which is no token"),
         ({"eos_token_id": "0"}, "which is no token"),
+        ({"eos_token_id": len(metadata()["tokenizer.ggml.tokens"])}, "which is no token"),
     ],
 )
 def test_metadata_that_make_no_tokenizer(changes, words):

@@ -1,6 +1,7 @@
 """`evaluate` compared with plain numpy on whole tables of logits."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from moeflux_mlx.errors import RequestError
 from moeflux_mlx.evaluate import main
 from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.packing.located import Located
+from moeflux_mlx.process import claim_process
 from moeflux_mlx.tools import evaluate as meter
 from moeflux_mlx.tools.evaluate import evaluate
 from moeflux_mlx.tools.readers import LayerReader
@@ -179,6 +181,15 @@ def test_layer_by_layer_it_is_the_same_model(family):
     first = evaluate(opens(family), TEXT, window=WINDOW)
     assert np.allclose(measured.where(measured.text == 0).nll, first.nll, atol=1e-4)
     assert len(measured.nll) == len(measured.text) and set(measured.text.tolist()) == {0, 1}
+
+
+def test_nothing_is_computed_in_a_fork_of_a_process_that_computed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "text").write_text(TEXT)
+    argv = ["--model", str(tiny_directory("qwen3_moe", "hub")), "--layer-by-layer", "--text", str(tmp_path / "text")]
+    computing = claim_process()
+    monkeypatch.setattr(os, "getpid", lambda: computing + 1)
+    assert main(argv) == 1
+    assert "before this process was forked" in capsys.readouterr().err
 
 
 def test_the_command_compares_codes_with_a_checkpoint_of_floats(tmp_path, capsys):
