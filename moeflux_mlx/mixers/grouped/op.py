@@ -378,7 +378,8 @@ def plan_row(
     window, has_sinks, norms_values, chunked, rotates_first = limits
     shared = heads // kv_heads
     abreast = max(n for n in range(1, HEADS + 1) if shared % n == 0)
-    positions = (128 if width <= 128 else 64) // types[0].size  # positions of a piece: keys of up to 16 KB
+    longest = 128 if width <= 128 or target == "cuda" else 64
+    positions = longest // types[0].size  # of a piece: keys of up to 16 KB, on CUDA of 32 KB
     sizes = {"X": types[0], "H": heads, "D": width, "V": value_width, "P": positions, "WINDOW": window or 0}
     sizes |= {"CHUNKED": int(chunked), "PIECE": heads, **seen.template}
     template = sizes | {"K": types[2], "W": types[1] or types[0], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
