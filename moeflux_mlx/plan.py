@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join([*memory_lines(each, share), *lines, *rank_lines(args, layout, plan, each, machines, disk)]))
         return 0
     work = TokenWork.of(args, model.dense, routed_bytes(args, layout), POSITIONS, plan.demand.itemsize)
-    forecasts = forecast_lines(work, disk, share_of(plan))
+    forecasts = forecast_lines(work, disk, share_of(plan, work))
     speeds = speed_lines(args, layout, plan, disk)
     print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *forecasts, *speeds]))
     return 0

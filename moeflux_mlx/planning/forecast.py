@@ -5,6 +5,7 @@ Experts that are not in memory are read from the disk, after the products. Nothi
 give the same forecast.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,9 +80,12 @@ def hits_in_texts(share: float) -> float:
     return float(np.interp(share, OF_POOL, IN_TEXTS))
 
 
-def share_of(plan: MemoryPlan) -> float:
-    """The share of the experts that a plan keeps in memory."""
-    return min(plan.pool / plan.experts, 1.0) if plan.pool else 1.0
+def share_of(plan: MemoryPlan, work: TokenWork) -> float:
+    """The share of the experts that are in memory while a plan's model computes such tokens: the pool then has what the
+    rest of the context and prompts do not take. It is below 1 where experts are streamed.
+    """
+    pool = max(plan.pool, plan.most - work.state)
+    return min(pool / plan.experts, math.nextafter(1, 0)) if plan.pool else 1.0
 
 
 def _said(rate: float) -> str:

@@ -1,14 +1,26 @@
 """The forecast of a model's speed, beside recorded measurements, and where users see it."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from unittest import mock
 
+import mlx.core as mx
 import pytest
 
 from moeflux_mlx import benchmark, plan
+from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.kept import rates as kept
 from moeflux_mlx.kept.rates import TYPICAL, Rates, keep_rates, kept_rates, rates_with
-from moeflux_mlx.planning.forecast import Forecast, TokenWork, forecast, hits_in_texts
+from moeflux_mlx.planning.breath import Breath
+from moeflux_mlx.planning.budget import plan_memory
+from moeflux_mlx.planning.demand import Demand
+from moeflux_mlx.planning.forecast import Forecast, TokenWork, forecast, hits_in_texts, share_of
+from moeflux_mlx.planning.machine import Figures
+from moeflux_mlx.planning.needs import state_bytes
+from moeflux_mlx.planning.pressure import PoolLimit
+from moeflux_mlx.spec import ModelArgs
+
+GB = 1 << 30
 
 # Measurements of docs/performance.md ("One H200"): bytes of a token, its rates, and tokens per second. Products read
 # at 2.11 TB/s (12288x2048 to 8192x4096 there); a layer's seconds are those that Qwen3-30B-A3B's 48 layers left on the
@@ -49,6 +61,21 @@ def test_texts_find_more_experts_than_their_share():
     shares = [i / 20 for i in range(21)]
     assert all(hits_in_texts(share) >= share for share in shares) and hits_in_texts(0.5) == pytest.approx(0.86)
     assert hits_in_texts(0) == 0 and hits_in_texts(1) == 1
+
+
+@pytest.mark.parametrize("positions", [512, 8192])
+def test_a_forecast_has_the_pool_of_a_token(positions):
+    """While tokens are computed, the pool takes the memory that is planned for prompts and the rest of the context."""
+    args = ModelArgs.from_variant("qwen3-30b-a3b")
+    layout, demand = ExpertLayout.from_args(args), Demand(GB, itemsize=4, native=True, expert_io="pread")
+    made = plan_memory(args, layout, Figures(12 * GB), demand)
+    work, used = TokenWork.of(args, GB, GB, positions, 4), GB + state_bytes(args, positions, 4)
+    with mock.patch.multiple(mx, get_active_memory=lambda: used, get_cache_memory=lambda: 0):
+        pool = Breath(args, layout, made, PoolLimit([], made.most))(1, 0)
+    assert share_of(made, work) == pytest.approx(pool / made.experts, rel=0.03)
+    whole = plan_memory(args, layout, Figures(60 * GB), demand)
+    assert 0.9999 < share_of(whole, work) < 1, "a layer that is streamed takes longer, also where nothing is missing"
+    assert share_of(replace(whole, pool=0, most=0), work) == 1
 
 
 @pytest.fixture
