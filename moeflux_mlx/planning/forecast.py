@@ -1,6 +1,7 @@
 """How fast a model will answer, from the bytes of a token, a machine's rates and the share of experts in memory.
 
-A token's weights and state are read at the products' rate. Each layer adds its own seconds, for launches and the host.
+A token's weights and state are read at the products' rate, but where attention computes for longer than it reads, as on
+a CPU, this is its time. Each layer adds its own seconds, for launches and the host.
 Experts that are not in memory are read from the disk, after the products. Nothing here measures, and the same inputs
 give the same forecast.
 """
@@ -32,6 +33,7 @@ class TokenWork:
         routed: bytes of the experts that it uses.
         state: bytes of caches that it reads and writes.
         layers: number of layers; `moe_layers` of them have experts.
+        attended: multiply-adds of its attention.
     """
 
     dense: int
@@ -39,13 +41,15 @@ class TokenWork:
     state: int
     layers: int
     moe_layers: int
+    attended: float = 0.0
 
     @classmethod
     def of(cls, args: ModelArgs, dense: int, routed: int, positions: int, itemsize: int) -> "TokenWork":
         """Of a model whose token reads `dense` and `routed` bytes of weights, after `positions` tokens."""
         caches = each_cache(args.mixer_counts)
         state = sum(count * cache.step_bytes(positions, itemsize) for cache, count in caches)
-        return cls(dense, routed, state, args.num_hidden_layers, len(args.moe_layers))
+        attended = sum(count * mixer.attended(1, positions) for mixer, count in args.mixer_counts.items())
+        return cls(dense, routed, state, args.num_hidden_layers, len(args.moe_layers), attended)
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ def forecast(work: TokenWork, rates: Rates, share: float, hits: float) -> Foreca
         hits: of a token's experts, those that are found there.
     """
     is_streamed = share < 1
-    seconds = (work.dense + work.routed + work.state) / rates.products
+    seconds = (work.dense + work.routed) / rates.products
+    seconds += max(work.state / rates.products, work.attended / rates.attention)
     seconds += (work.layers - work.moe_layers * is_streamed) * rates.layer
     seconds += work.moe_layers * is_streamed * rates.streamed_layer
     seconds += (1 - hits) * work.routed / (READ_SHARE * rates.disk) if is_streamed else 0

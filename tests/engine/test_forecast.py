@@ -10,7 +10,8 @@ import pytest
 from moeflux_mlx import benchmark, plan
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.kept import rates as kept
-from moeflux_mlx.kept.rates import TYPICAL, Rates, keep_rates, kept_rates, rates_with
+from moeflux_mlx.kept.rates import TYPICAL, UNLIMITED, Rates, keep_rates, kept_rates, rates_with
+from moeflux_mlx.ops import native
 from moeflux_mlx.planning.breath import Breath
 from moeflux_mlx.planning.budget import plan_memory
 from moeflux_mlx.planning.demand import Demand
@@ -19,6 +20,7 @@ from moeflux_mlx.planning.machine import Figures
 from moeflux_mlx.planning.needs import state_bytes
 from moeflux_mlx.planning.pressure import PoolLimit
 from moeflux_mlx.spec import ModelArgs
+from moeflux_mlx.tools.rates import attention_rate
 
 GB = 1 << 30
 
@@ -55,6 +57,18 @@ def test_each_part_of_a_token_takes_its_time():
     streamed = 1 + 1 * 0.5 + 3 * 2.0
     assert forecast(work, rates, 0.5, 1.0).middle == pytest.approx(1 / streamed)
     assert forecast(work, rates, 0.5, 0.4).middle == pytest.approx(1 / (streamed + 0.6 * 20 / (0.85 * 17)))
+
+
+def test_attention_takes_longer_where_it_computes():
+    """On a CPU 32 heads of queries over 4 of keys compute for longer than they read; so do 128 over chosen latents."""
+    args, latent = ModelArgs.from_variant("qwen3-30b-a3b"), ModelArgs.from_variant("deepseek-v3.2")
+    work = TokenWork.of(args, 10**9, 10**9, 8192, 4)
+    assert work.attended == 48 * 32 * 8192 * 256 == 8 * work.state / 4
+    reads, computes = Rates(1e10, 1e9, 1e-9, 1e-9), Rates(1e10, 1e9, 1e-9, 1e-9, 1e10)
+    assert forecast(work, reads, 1.0, 1.0).middle == pytest.approx(1 / (0.2 + work.state / 1e10), rel=1e-3)
+    assert forecast(work, computes, 1.0, 1.0).middle == pytest.approx(1 / (0.2 + work.attended / 1e10), rel=1e-3)
+    assert TokenWork.of(latent, 0, 0, 8192, 4).attended == 61 * 128 * 2048 * (2 * 512 + 64)
+    assert 1e9 < attention_rate() < UNLIMITED or not native.available()
 
 
 def test_texts_find_more_experts_than_their_share():
