@@ -2,7 +2,7 @@
 
 from ..kept.rates import kept_rates
 from ..model.tensors import token_bytes
-from ..planning.forecast import Forecast, TokenWork, forecast, hits_in_texts, share_of
+from ..planning.forecast import Forecast, TokenWork, expected
 from .engine import Engine
 
 
@@ -19,5 +19,4 @@ def forecast_of(engine: Engine, positions: int, hits: float | None = None) -> Fo
     dense, records = token_bytes(args, engine.weights.shapes, dtype), engine.experts.layout.records.values()
     routed = args.num_experts_per_tok * sum(record.held_bytes for record in records)
     work = TokenWork.of(args, dense, routed, positions, dtype.size)
-    share = share_of(engine.plan, work)
-    return forecast(work, rates, share, hits_in_texts(share) if hits is None else hits)
+    return expected(engine.plan, work, rates, hits)

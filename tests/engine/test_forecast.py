@@ -15,7 +15,7 @@ from moeflux_mlx.ops import native
 from moeflux_mlx.planning.breath import Breath
 from moeflux_mlx.planning.budget import plan_memory
 from moeflux_mlx.planning.demand import Demand
-from moeflux_mlx.planning.forecast import Forecast, TokenWork, forecast, hits_in_texts, share_of
+from moeflux_mlx.planning.forecast import Forecast, TokenWork, expected, forecast, hits_in_texts, in_memory, share_of
 from moeflux_mlx.planning.machine import Figures
 from moeflux_mlx.planning.needs import state_bytes
 from moeflux_mlx.planning.pressure import PoolLimit
@@ -59,6 +59,19 @@ def test_each_part_of_a_token_takes_its_time():
     assert forecast(work, rates, 0.5, 0.4).middle == pytest.approx(1 / (streamed + 0.6 * 20 / (0.85 * 17)))
 
 
+def test_a_gpu_reads_experts_from_the_hosts_memory():
+    """397B-A17B's shape with a quarter of the experts on the card and all in host memory (docs/performance.md)."""
+    work, rates = TokenWork(0, 283_000_000, 0, 4, 4), replace(H200, disk=1.8e9)
+    assert forecast(work, rates, 0.25, 1.0, 0.73).middle == pytest.approx(134, rel=0.25)
+    args = ModelArgs.from_variant("qwen3-30b-a3b")
+    layout = ExpertLayout.from_args(args)
+    made = plan_memory(args, layout, Figures(12 * GB), Demand(GB, itemsize=2, expert_io="pread"))
+    both, share = replace(made, host=made.experts), share_of(made, work)
+    assert expected(both, work, rates) == forecast(work, rates, share, 1.0, 1 - hits_in_texts(share))
+    assert expected(both, work, rates).low > expected(made, work, rates).high
+    assert in_memory(both, work) == 1 and in_memory(made, work) == share
+
+
 def test_attention_takes_longer_where_it_computes():
     """On a CPU 32 heads of queries over 4 of keys compute for longer than they read; so do 128 over chosen latents."""
     args, latent = ModelArgs.from_variant("qwen3-30b-a3b"), ModelArgs.from_variant("deepseek-v3.2")
@@ -86,7 +99,8 @@ def test_a_forecast_has_the_pool_of_a_token(positions):
     work, used = TokenWork.of(args, GB, GB, positions, 4), GB + state_bytes(args, positions, 4)
     with mock.patch.multiple(mx, get_active_memory=lambda: used, get_cache_memory=lambda: 0):
         pool = Breath(args, layout, made, PoolLimit([], made.most))(1, 0)
-    assert share_of(made, work) == pytest.approx(pool / made.experts, rel=0.03)
+    assert (share := share_of(made, work)) == pytest.approx(pool / made.experts, rel=0.03)
+    assert expected(made, work, H200) == forecast(work, H200, share, hits_in_texts(share))
     whole = plan_memory(args, layout, Figures(60 * GB), demand)
     assert 0.9999 < share_of(whole, work) < 1, "a layer that is streamed takes longer, also where nothing is missing"
     assert share_of(replace(whole, pool=0, most=0), work) == 1
