@@ -43,7 +43,7 @@ from .packing.tables import SMALL_GROUP
 from .planning.budget import Planner, plan_memory
 from .planning.demand import Demand
 from .planning.expert_io import from_environment
-from .planning.forecast import TokenWork, forecast, hits_in_texts, share_of
+from .planning.forecast import TokenWork, expected, in_memory
 from .planning.kv_bits import keeping, state_lines
 from .planning.machine import default_dtype, in_gb
 from .planning.memory_plan import MemoryPlan
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join([*memory_lines(each, share), *lines, *rank_lines(args, layout, plan, each, machines, disk)]))
         return 0
     work = TokenWork.of(args, model.dense, routed_bytes(args, layout), POSITIONS, plan.demand.itemsize)
-    forecasts = forecast_lines(work, disk, share_of(plan))
+    forecasts = forecast_lines(plan, work, disk)
     speeds = speed_lines(args, layout, plan, disk)
     print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *forecasts, *speeds]))
     return 0
@@ -215,18 +215,19 @@ def print_notes(plan: MemoryPlan, options: argparse.Namespace) -> None:
         note(f"note: --expert-cache-gb has no effect where experts are {HELD[plan.mode]}")
 
 
-def forecast_lines(work: TokenWork, disk: int, share: float) -> list[str]:
-    """Lines on the tokens per second to expect here, with this share of the experts in memory. If doctor has not
-    measured this machine, a line says how to get them.
+def forecast_lines(plan: MemoryPlan, work: TokenWork, disk: int) -> list[str]:
+    """Lines on the tokens per second to expect here. If doctor has not measured this machine, a line says how to get
+    them.
     """
     kept = kept_rates()
     if kept is None:
         return ["forecast: moeflux doctor measures this machine first; moeflux models has typical values"]
     rates = replace(kept, disk=disk)
-    made = forecast(work, rates, share, hits_in_texts(share))
+    made = expected(plan, work, rates)
     lines = [f"forecast: {made} tokens/s in a text, {made.middle:.3g} in the middle"]
-    if share < 1:
-        lines.append(f"forecast if a router uses all experts equally often: {forecast(work, rates, share, share)}")
+    if plan.pool:
+        uniform = expected(plan, work, rates, in_memory(plan, work))
+        lines.append(f"forecast if a router uses all experts equally often: {uniform}")
     return lines
 
 

@@ -16,7 +16,7 @@ from ..kept.rates import Rates, rates_with
 from ..model.tensors import variant_bytes
 from ..opening.load_settings import LoadSettings
 from ..planning.budget import plan_memory
-from ..planning.forecast import Forecast, TokenWork, forecast, hits_in_texts
+from ..planning.forecast import Forecast, TokenWork, expected
 from ..planning.kv_bits import keeping
 from ..planning.machine import Figures, default_dtype, in_gb
 from ..spec import ModelArgs, variants
@@ -123,7 +123,7 @@ def fit(name: str, here: Machine, dtype: mx.Dtype, context: int | None) -> Fit:
         memory_bytes=memory_in_all(plan),
         share=share,
         tokens_per_second=1 / seconds,
-        forecast=forecast(work, here.rates, share, hits_in_texts(share)),
+        forecast=expected(plan, work, here.rates),
         context=plan.context,
     )
 

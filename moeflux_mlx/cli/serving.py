@@ -75,11 +75,12 @@ def serve_with(
         embedding: the directory of the model for embeddings, if there is one.
     """
     from ..server.app import make_app
+    from ..server.choice import Loaded, ModelChoice
     from ..server.embedder import Embedder
     from ..server.guard import Rules
     from ..server.listen import bind
     from ..server.served import Served
-    from ..server.switch import Loaded, ModelChoice, ModelSwitch
+    from ..server.switch import ModelSwitch
 
     variables = parse_template_config(options.chat_template_config)
     _check_values(options)

@@ -28,6 +28,7 @@ from ..opening.engine import Engine, open_engine
 from ..ops import backend
 from ..planning.awake import Awake
 from ..planning.machine import in_gb, machine_figures, used_memory
+from ..tools.demo_check import open_demo
 from ..version import described
 from .diagnosis import Finding, first_lines, machine_lines
 from .options import file_to_write
@@ -208,7 +209,10 @@ def _said(path: Path, lines: Sequence[str], *more: str, is_over: bool = False) -
 
 def soaked(options: argparse.Namespace) -> Generator[tuple[str, bool], None, None]:
     """Lines of a run, and whether each is right."""
-    engine = _opened(options.model, DEMO_POOLS["half of the experts"], options.wired)
+    if options.model is None:
+        engine = open_demo("pread", DEMO_POOLS["half of the experts"], options.wired)
+    else:
+        engine = open_engine(options.model, expert_io="pread", warm_start="off", wired=options.wired)
     with closing(engine.experts):
         yield f"loaded: {without_names(engine.experts.decision)}", True
         soak, left, rates, number = Soak(engine), 60 * options.soak, list[float](), 0
@@ -228,14 +232,9 @@ def soaked(options: argparse.Namespace) -> Generator[tuple[str, bool], None, Non
         yield f"the last minute had {rates[-1] / max(rates[0], 1e-9):.2f} of the first one's tokens/s", True
 
 
-def _opened(model: str | None, demo_pool: int, wired: str) -> Engine:
-    pool = demo_pool if model is None else None
-    return open_engine(model, expert_io="pread", expert_cache_bytes=pool, warm_start="off", wired=wired)
-
-
 def rate(pool: int, wired: str, seconds: float = COMPARED) -> float:
     """Tokens per second of the demo model with so many bytes of a pool that stays as it is."""
-    engine = _opened(None, pool, wired)
+    engine = open_demo("pread", pool, wired)
     with closing(engine.experts):
         return Soak(engine, cuts=False).seconds(seconds).rate
 

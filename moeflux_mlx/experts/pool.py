@@ -134,8 +134,10 @@ class SlotPool:
         pinned.
 
         A record that the last step has used is chosen only if there is no other. So is one that is intended, foretold
-        or still arriving, but never for a guess.
+        or still arriving, but never for a guess. None goes for a guess that only lacks a place which is read still.
         """
+        if for_guess and self.staging is None and not self.is_full:
+            return None
         row_wanted = self.staging is not None and not self.staging.available
         row_wanted &= wanted is None or not self.on_host(wanted)
         if not row_wanted and (unwanted := self._unwanted(1)):
@@ -182,8 +184,10 @@ class SlotPool:
         """Whether the record is not in the device's memory and stayed in the host's."""
         return self.staging is not None and key not in self._used and key in self.staging.host
 
-    def take(self, key: Key | None = None) -> Slot | None:
-        """A free slot for the record, if there is one; the record is in it if it is `on_host`."""
+    def take(self, key: Key | None = None, may_wait: bool = True) -> Slot | None:
+        """A free slot for the record, if there is one; the record is in it if it is `on_host`. `may_wait`: as for
+        places.
+        """
         self.has_been_full |= self.is_full
         if self.is_full:
             return None
@@ -192,7 +196,7 @@ class SlotPool:
                 return self.staging.take_from_host(key)
             place = self.staging.take()
         else:
-            place = self.places.take()
+            place = self.places.take(may_wait)
         if place is None:
             self.slots = self.fit(self.slots)  # fewer if the device refused a buffer
         return None if place is None else Slot(place)

@@ -18,6 +18,8 @@ FILE = "rates.json"
 # docs/performance.md), two cores of an EPYC, and on a Mac public figures of launches and waits (opening/reach.py).
 TYPICAL = {"cuda": (5e-5, 1.2e-4), "metal": (3e-5, 3.3e-4), "cpu": (5e-4, 6e-4)}
 
+UNLIMITED = 1e18  # a rate that takes no time
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -28,12 +30,14 @@ class Rates:
         disk: bytes per second read from the disk.
         layer: seconds of a layer beside its bytes, for launches and the host.
         streamed_layer: the same where experts are read into a pool, and nothing is missing.
+        attention: multiply-adds per second of one token's attention.
     """
 
     products: float
     disk: float
     layer: float
     streamed_layer: float
+    attention: float = UNLIMITED
 
 
 def kept_rates() -> Rates | None:

@@ -106,9 +106,9 @@ class Mixer:
         """
         return 0.0
 
-    def attended(self, tokens: int) -> float:
-        """Multiplications and additions of a prompt's scores, and of the sums weighed by them: half of the pairs of its
-        tokens are in order. By default there are none.
+    def attended(self, tokens: int, positions: int) -> float:
+        """Multiply-adds of scores, and of the sums weighed by them, if each of `tokens` tokens sees `positions`. By
+        default there are none.
         """
         return 0.0
 

@@ -2,7 +2,7 @@
 
 from ..kept.rates import kept_rates
 from ..model.tensors import token_bytes
-from ..planning.forecast import Forecast, TokenWork, forecast, hits_in_texts, share_of
+from ..planning.forecast import Forecast, TokenWork, expected
 from .engine import Engine
 
 
@@ -15,8 +15,8 @@ def forecast_of(engine: Engine, positions: int, hits: float | None = None) -> Fo
     rates = kept_rates()
     if rates is None:
         return None
-    args, dtype, share = engine.model.args, engine.model.activation_dtype, share_of(engine.plan)
+    args, dtype = engine.model.args, engine.model.activation_dtype
     dense, records = token_bytes(args, engine.weights.shapes, dtype), engine.experts.layout.records.values()
     routed = args.num_experts_per_tok * sum(record.held_bytes for record in records)
     work = TokenWork.of(args, dense, routed, positions, dtype.size)
-    return forecast(work, rates, share, hits_in_texts(share) if hits is None else hits)
+    return expected(engine.plan, work, rates, hits)

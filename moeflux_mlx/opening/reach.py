@@ -164,7 +164,8 @@ class Reach:
         args = self.args
         routed = args.num_experts_per_tok * args.experts.matrices * args.expert_size * args.moe_intermediate_size
         each = self._matrices + routed * len(args.moe_layers)
-        scores = sum(count * mixer.attended(tokens) for mixer, count in args.mixer_counts.items())
+        # Half of a prompt's pairs are in order, and a multiply-add is two operations.
+        scores = sum(count * mixer.attended(tokens, tokens) for mixer, count in args.mixer_counts.items())
         return product_operations(tokens, each, 1) + scores + product_operations(1, args.hidden_size, args.vocab_size)
 
     @cached_property

@@ -31,7 +31,7 @@ from .live import EVERY, Watch
 from .log import LEFT, RequestLog
 from .prepare import Preparer
 from .reply import EVENTS, Choice, Events, EventStream, whole
-from .request import Failed, Request, ServerEvent
+from .request import Failed, Finish, Request, ServerEvent
 from .served import Served, client_of, unless_gone
 from .wire import chat, completions, embeddings, messages, ollama, tokenize
 from .wire.embeddings import EmbeddingRequest
@@ -118,6 +118,9 @@ async def _answer(served: Served, wire: Wire, http: HttpRequest) -> Any:
 
     asked = await served.read(http, read)
     asked = replace(asked, model=asked.model or served.models.find("").name)
+    if asked.only is not None:
+        await _change(served, http, asked)
+        return JSONResponse(wire.whole(asked, [Finish(asked.only, 0, 0, 0)], Ids()))
     preparer = await served.models.preparer(asked.model)
     prepared = None if preparer is None else await served.prepare(http, preparer, asked)  # a refusal loads no model
     async with contextlib.AsyncExitStack() as held:
@@ -140,6 +143,16 @@ async def _answer(served: Served, wire: Wire, http: HttpRequest) -> Any:
         if asked.stream:
             return EventStream(events, partial(wire.stream, asked), over, held.pop_all(), served.keepalive)
         return await _whole(wire, http, asked, events, over)
+
+
+async def _change(served: Served, http: HttpRequest, asked: Request) -> None:
+    """Loads the model, or lets it go."""
+    if asked.only == "unload":
+        served.models.release(asked.model)
+        return
+    with served.models.places.take(client_of(http)):
+        async with served.model(http, asked.model):
+            pass
 
 
 async def _whole(

@@ -42,8 +42,8 @@ def is_installed() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("mlx_vlm", "transformers", "PIL"))
 
 
-def memory_of(path: Path) -> int:
-    """Bytes of the model in `path` while it computes.
+def memory_of(path: Path, config: JsonDict | None = None) -> int:
+    """Bytes of the model in `path` while it computes. `config`: its config.json, if that is read already.
 
     Raises:
         ModelFileError: it has no weights.
@@ -51,7 +51,7 @@ def memory_of(path: Path) -> int:
     sizes = [file.stat().st_size for file in path.rglob("*.safetensors")]
     if not sizes or not (path / "tokenizer.json").exists():
         raise ModelFileError(f"{path} holds no embedding model: it needs *.safetensors and tokenizer.json")
-    config = read_json(path / "config.json")
+    config = read_json(path / "config.json") if config is None else config
     # Without kernels each head's scores of the longest text are in memory.
     scores = 0 if backend.has_kernels() else 4 * config.get("num_attention_heads", 0) * _longest(path, config) ** 2
     return sum(sizes) + WORK_BYTES + scores
@@ -78,7 +78,8 @@ class Embedder:
 
     def __init__(self, name: str, path: Path, is_busy: Callable[[], bool]):
         self.name, self._path, self._is_busy = name, path, is_busy
-        self.state, self.nbytes = "unloaded", memory_of(path)
+        self._config = read_json(path / "config.json")
+        self.state, self.nbytes = "unloaded", memory_of(path, self._config)
         self._thread, self._waiting = ModelThread("embed"), 0
         self._rest_until = 0.0
         self._thread.start()
@@ -86,7 +87,6 @@ class Embedder:
         self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._config = read_json(path / "config.json")
         self.limit = _longest(path, self._config)
 
     async def __call__(

@@ -82,6 +82,7 @@ class Request:
         stream: whether events are sent as they come.
         session: the client's name of the conversation, if any.
         images: the images behind the marks in the texts of messages.
+        only: "load" or "unload": no answer is wanted, only that the model is loaded or let go; None for an answer.
         extra: data that only the wire form of `api` needs for its answer.
     """
 
@@ -105,6 +106,7 @@ class Request:
     stream: bool = False
     session: str | None = None
     images: ImageParts = field(default_factory=ImageParts)
+    only: str | None = None
     extra: JsonObject = field(default_factory=dict)
 
 
@@ -153,7 +155,8 @@ class Finish:
     """The last event of a successful answer.
 
     Args:
-        reason: "stop" (the model ended), "stop_sequence", "length" or "tool_calls".
+        reason: "stop" (the model ended), "stop_sequence", "length" or "tool_calls"; without an answer, the request's
+            `only`.
         stop_sequence: the text that ended the answer.
         prompt_tokens, cached_tokens: as in `Accepted`, now final.
         completion_tokens: generated ones, `reasoning_tokens` of them inside reasoning.

@@ -14,13 +14,14 @@ from starlette.requests import Request as HttpRequest
 
 from ..errors import BadRequestError
 from ..files import JsonDict
+from .choice import Loaded
 from .embedder import Embedder
 from .guard import BUSY, MAX_BODY
 from .image_pool import ImagePool
 from .prepare import PreparedRequest, Preparer
 from .reply import KEEPALIVE, disconnected
 from .request import Request
-from .switch import Loaded, ModelSwitch
+from .switch import ModelSwitch
 from .wire.fields import Body, parse
 
 T = TypeVar("T")

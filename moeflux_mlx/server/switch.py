@@ -11,83 +11,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ..errors import BadRequestError, MoefluxError
 from ..files import JsonDict
-from ..opening.engine import Engine
-from ..planning.forecast import Forecast
-from .admission import Admission, Places
-from .features import Features, features_of
+from .admission import Places
+from .choice import Description, Loaded, ModelChoice
+from .features import features_of
 from .live import Watch
 from .model_thread import ModelThread
-from .prepare import Defaults, Preparer
+from .prepare import Preparer
 from .running import CANCELLED, Totals
-from .sessions import Sessions
 from .worker import Worker
 
 _PATH = re.compile(r"(?<![\w.])~?/(?:[^/;:\s](?:[^/;:]*[^/;:\s])?/)*")  # the folders before a file
 GROUP_SECONDS = 5.0  # seconds that requests for the loaded model may overtake an older one for another model, at least
-
-
-@dataclass(frozen=True)
-class ModelChoice:
-    """A model that can be loaded.
-
-    Args:
-        name: the name that clients see.
-        load: loads it, in the thread that will run it.
-        make_sessions: makes the `Sessions` of the loaded engine.
-        make_admission: makes the `Admission` of the loaded engine.
-        defaults: makes the defaults of sampling and template, of the model's directory.
-        describe: makes the model's `Preparer` from the files of tokenizer and configuration, in any thread; None: only
-            the loaded model has them.
-        context: the longest context that its configuration allows, if that is known.
-        forecast: of the loaded engine's speed, if this machine was measured.
-    """
-
-    name: str
-    load: Callable[[], Engine]
-    make_sessions: Callable[[Engine], Sessions]
-    make_admission: Callable[[Engine], Admission]
-    defaults: Callable[[Path], Defaults]
-    describe: Callable[[], Preparer] | None = None
-    context: int | None = None
-    forecast: Callable[[Engine], Forecast | None] = lambda engine: None
-
-
-@dataclass(frozen=True)
-class Description:
-    """What is known of a model, whether or not it is loaded.
-
-    Args:
-        preparer: prepares its requests, and holds nothing of the loaded model.
-    """
-
-    preparer: Preparer
-    features: Features
-
-
-@dataclass(eq=False)
-class Loaded:
-    """A model in memory, and how many requests use it.
-
-    Args:
-        seconds: how long loading took.
-    """
-
-    choice: ModelChoice
-    worker: Worker
-    preparer: Preparer
-    seconds: float
-    forecast: Forecast | None = None
-    uses: int = 0
-
-    @property
-    def engine(self) -> Engine:
-        engine = self.worker.state.engine
-        assert engine is not None
-        return engine
 
 
 @dataclass(eq=False)
@@ -242,6 +179,17 @@ class ModelSwitch:
         loaded.uses -= 1
         self._go_on()
 
+    def release(self, name: str) -> None:
+        """Unloads the model of that name as soon as nothing uses it, if it is loaded; the model of several ranks stays.
+
+        Raises:
+            BadRequestError: there is no such model.
+        """
+        choice, loaded = self.find(name), self.loaded
+        if loaded is not None and loaded.choice is choice and loaded.engine.lead is None:
+            loaded.is_released = True
+            self._go_on()
+
     @contextmanager
     def watched(self) -> Iterator[Watch]:
         """A context manager for the time in which a page is open."""
@@ -295,8 +243,10 @@ class ModelSwitch:
             self._let_begin(loaded)
         elif self._waiting and (loaded is None or not loaded.uses):
             self._begin_change(self._waiting[0].choice)
-        elif loaded is not None and not loaded.uses and self._idle_seconds is not None:
-            self._idle = self._loop.call_later(self._idle_seconds, self._begin_change, None)
+        elif loaded is not None and not loaded.uses:
+            seconds = 0.0 if loaded.is_released else self._idle_seconds
+            if seconds is not None:
+                self._idle = self._loop.call_later(seconds, self._begin_change, None)
 
     def _stay(self) -> None:
         """Cancels the unloading of an idle model."""
@@ -320,7 +270,7 @@ class ModelSwitch:
         self.loaded = None
         if self._worker is not None:
             self._worker.begin_stop()
-            await self._ended
+            await self._ended.wait()
             self._worker = None
             self.watch.forget(self.totals)
         if choice is not None:
@@ -332,8 +282,6 @@ class ModelSwitch:
             if self.loaded is not None:
                 self.has_loaded = True
                 self.failures.pop(choice.name, None)
-                preparer = self.loaded.preparer
-                self.descriptions[choice.name] = Description(preparer, features_of(preparer))
                 self._on_loaded(self.loaded)
             else:
                 error = self.error
@@ -345,36 +293,34 @@ class ModelSwitch:
         self._go_on()
 
     async def _load(self, choice: ModelChoice) -> Loaded | None:
+        """The loaded model; None: it could not be loaded, as `error` says, or the server is ending."""
         began = time.monotonic()
         begun, on_ready = self._signal()
         self._ended, on_end = self._signal()
+        known, made = self.descriptions.get(choice.name), list[Description]()
         makes = choice.load, choice.make_sessions, choice.make_admission
-        worker = Worker(*makes, self._decode_share, self.totals, self.watch, on_ready, on_end)
+        shared = self._decode_share, self.totals, self.watch
+        worker = Worker(
+            *makes, *shared, on_ready, on_end, lambda engine: made.append(choice.describe_loaded(engine, known))
+        )
         self._worker = worker
         self._thread.run(worker.main)
-        await begun
+        await begun.wait()
         self.error, engine = worker.state.error, worker.state.engine
         if engine is None or self._stopping:
             return None
-        known, model = self.descriptions.get(choice.name), engine.model
-        files = engine.tokenizer, model.args.vocab_size, engine.plan.context, choice.defaults(engine.path)
-        vision = model.vision.reader if model.vision else None  # the encoder belongs to the loaded model
-        preparer = Preparer(*files, vision, engine.path, known.preparer.answers if known else None)
-        return Loaded(choice, worker, preparer, time.monotonic() - began, choice.forecast(engine))
+        self.descriptions[choice.name] = made[0]
+        return Loaded(choice, worker, made[0].preparer, time.monotonic() - began, choice.foretell(engine))
 
-    def _signal(self) -> "tuple[asyncio.Future[None], Callable[[], None]]":
-        """A future and a function that sets it from any thread."""
-        future = self._loop.create_future()
+    def _signal(self) -> tuple[asyncio.Event, Callable[[], None]]:
+        """An event and a function that sets it from any thread."""
+        event = asyncio.Event()
 
         def tell() -> None:
             with suppress(RuntimeError):  # the event loop has ended
-                self._loop.call_soon_threadsafe(finish)
+                self._loop.call_soon_threadsafe(event.set)
 
-        def finish() -> None:
-            if not future.done():
-                future.set_result(None)
-
-        return future, tell
+        return event, tell
 
     def _fail(self, waiting: Sequence[_Waiting], error: Callable[[], BadRequestError]) -> None:
         for one in list(waiting):

@@ -86,6 +86,7 @@ class Worker:
     totals, watch: count and show what is done.
     on_ready: called in the worker's thread when the model is loaded or loading has failed.
     on_end: called there when the model is no longer in memory.
+    describe: called there with the engine while the model is being loaded.
 
     Attributes:
         sessions, admission: those of the loaded engine, None without one.
@@ -101,9 +102,10 @@ class Worker:
         watch: Watch,
         on_ready: Callable[[], None],
         on_end: Callable[[], None],
+        describe: Callable[[Engine], None] = lambda engine: None,
     ):
         self._load, self._make_sessions, self._make_admission = load, make_sessions, make_admission
-        self._on_ready, self._on_end = on_ready, on_end
+        self._on_ready, self._on_end, self._describe = on_ready, on_end, describe
         self.state, self.totals, self.watch = WorkerState(), totals, watch
         self._pace = TurnPace(decode_share, totals)
         self._jobs: list[Job] = []
@@ -184,6 +186,7 @@ class Worker:
         engine = self._load()
         try:
             self.sessions, self.admission = self._make_sessions(engine), self._make_admission(engine)
+            self._describe(engine)
         except BaseException:
             engine.experts.close()
             raise

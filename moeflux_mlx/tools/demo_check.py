@@ -24,12 +24,12 @@ FOLLOWING = (  # and what follows it, computed token by token
 NATS, BOUND = 0.062, 0.04
 
 
-def open_demo(expert_io: str, pool: int | None) -> Engine:
+def open_demo(expert_io: str, pool: int | None, wired: str = "pool") -> Engine:
     """The demo model with a pool of so many bytes, without what other sessions left. No trial of launches that keep the
     GPU warm disturbs its times.
     """
     trial = {"keep_warm": "off"}
-    return open_engine(None, expert_io=expert_io, expert_cache_bytes=pool, warm_start="off", set=trial)
+    return open_engine(None, expert_io=expert_io, expert_cache_bytes=pool, warm_start="off", wired=wired, set=trial)
 
 
 def story_rows(engine: Engine) -> tuple[np.ndarray, float]:

@@ -1,14 +1,28 @@
 """The forecast of a model's speed, beside recorded measurements, and where users see it."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from unittest import mock
 
+import mlx.core as mx
 import pytest
 
 from moeflux_mlx import benchmark, plan
+from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.kept import rates as kept
-from moeflux_mlx.kept.rates import TYPICAL, Rates, keep_rates, kept_rates, rates_with
-from moeflux_mlx.planning.forecast import Forecast, TokenWork, forecast, hits_in_texts
+from moeflux_mlx.kept.rates import TYPICAL, UNLIMITED, Rates, keep_rates, kept_rates, rates_with
+from moeflux_mlx.ops import native
+from moeflux_mlx.planning.breath import Breath
+from moeflux_mlx.planning.budget import plan_memory
+from moeflux_mlx.planning.demand import Demand
+from moeflux_mlx.planning.forecast import Forecast, TokenWork, expected, forecast, hits_in_texts, in_memory, share_of
+from moeflux_mlx.planning.machine import Figures
+from moeflux_mlx.planning.needs import state_bytes
+from moeflux_mlx.planning.pressure import PoolLimit
+from moeflux_mlx.spec import ModelArgs
+from moeflux_mlx.tools.rates import attention_rate
+
+GB = 1 << 30
 
 # Measurements of docs/performance.md ("One H200"): bytes of a token, its rates, and tokens per second. Products read
 # at 2.11 TB/s (12288x2048 to 8192x4096 there); a layer's seconds are those that Qwen3-30B-A3B's 48 layers left on the
@@ -45,10 +59,51 @@ def test_each_part_of_a_token_takes_its_time():
     assert forecast(work, rates, 0.5, 0.4).middle == pytest.approx(1 / (streamed + 0.6 * 20 / (0.85 * 17)))
 
 
+def test_a_gpu_reads_experts_from_the_hosts_memory():
+    """397B-A17B's shape with a quarter of the experts on the card and all in host memory (docs/performance.md)."""
+    work, rates = TokenWork(0, 283_000_000, 0, 4, 4), replace(H200, disk=1.8e9)
+    assert forecast(work, rates, 0.25, 1.0, 0.73).middle == pytest.approx(134, rel=0.25)
+    args = ModelArgs.from_variant("qwen3-30b-a3b")
+    layout = ExpertLayout.from_args(args)
+    made = plan_memory(args, layout, Figures(12 * GB), Demand(GB, itemsize=2, expert_io="pread"))
+    both, share = replace(made, host=made.experts), share_of(made, work)
+    assert expected(both, work, rates) == forecast(work, rates, share, 1.0, 1 - hits_in_texts(share))
+    assert expected(both, work, rates).low > expected(made, work, rates).high
+    assert in_memory(both, work) == 1 and in_memory(made, work) == share
+
+
+def test_attention_takes_longer_where_it_computes():
+    """On a CPU 32 heads of queries over 4 of keys compute for longer than they read; so do 128 over chosen latents."""
+    args, latent = ModelArgs.from_variant("qwen3-30b-a3b"), ModelArgs.from_variant("deepseek-v3.2")
+    work = TokenWork.of(args, 10**9, 10**9, 8192, 4)
+    assert work.attended == 48 * 32 * 8192 * 256 == 8 * work.state / 4
+    reads, computes = Rates(1e10, 1e9, 1e-9, 1e-9), Rates(1e10, 1e9, 1e-9, 1e-9, 1e10)
+    assert forecast(work, reads, 1.0, 1.0).middle == pytest.approx(1 / (0.2 + work.state / 1e10), rel=1e-3)
+    assert forecast(work, computes, 1.0, 1.0).middle == pytest.approx(1 / (0.2 + work.attended / 1e10), rel=1e-3)
+    assert TokenWork.of(latent, 0, 0, 8192, 4).attended == 61 * 128 * 2048 * (2 * 512 + 64)
+    assert 1e9 < attention_rate() < UNLIMITED or not native.available()
+
+
 def test_texts_find_more_experts_than_their_share():
     shares = [i / 20 for i in range(21)]
     assert all(hits_in_texts(share) >= share for share in shares) and hits_in_texts(0.5) == pytest.approx(0.86)
     assert hits_in_texts(0) == 0 and hits_in_texts(1) == 1
+
+
+@pytest.mark.parametrize("positions", [512, 8192])
+def test_a_forecast_has_the_pool_of_a_token(positions):
+    """While tokens are computed, the pool takes the memory that is planned for prompts and the rest of the context."""
+    args = ModelArgs.from_variant("qwen3-30b-a3b")
+    layout, demand = ExpertLayout.from_args(args), Demand(GB, itemsize=4, native=True, expert_io="pread")
+    made = plan_memory(args, layout, Figures(12 * GB), demand)
+    work, used = TokenWork.of(args, GB, GB, positions, 4), GB + state_bytes(args, positions, 4)
+    with mock.patch.multiple(mx, get_active_memory=lambda: used, get_cache_memory=lambda: 0):
+        pool = Breath(args, layout, made, PoolLimit([], made.most))(1, 0)
+    assert (share := share_of(made, work)) == pytest.approx(pool / made.experts, rel=0.03)
+    assert expected(made, work, H200) == forecast(work, H200, share, hits_in_texts(share))
+    whole = plan_memory(args, layout, Figures(60 * GB), demand)
+    assert 0.9999 < share_of(whole, work) < 1, "a layer that is streamed takes longer, also where nothing is missing"
+    assert share_of(replace(whole, pool=0, most=0), work) == 1
 
 
 @pytest.fixture

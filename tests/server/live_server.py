@@ -292,7 +292,7 @@ class FakeEngine:
         self.model = types.SimpleNamespace(args=args, drafting=drafting, vision=None)
         self.plan = types.SimpleNamespace(context=context, total=1000, pool=10)
         self.experts = FakeExperts()
-        self.prompts, self.asked = [], []  # what was done with each session, and their tokens
+        self.lead, self.prompts, self.asked = None, [], []  # what was done with each session, and their tokens
 
     def session(self, **_):
         return FakeSession(self)

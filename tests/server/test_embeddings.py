@@ -260,6 +260,14 @@ def test_what_a_client_that_left_has_sent_is_not_kept(path):
     assert embedder.stop(10)
 
 
+def test_its_configuration_is_read_once(path, monkeypatch):
+    read, names = module.read_json, []
+    monkeypatch.setattr(module, "read_json", lambda file: names.append(file.name) or read(file))
+    embedder = Embedder("owls", path, lambda: False)
+    assert names.count("config.json") == 1 and embedder.nbytes == memory_of(path) and embedder.limit == 64
+    assert embedder.stop(10)
+
+
 def test_its_memory_is_part_of_the_plan(path, tmp_path):
     options = serve.parser().parse_args(["--embedding-model", str(path)])
     assert serve.embedding_of(options) == path and options.beside == memory_of(path)

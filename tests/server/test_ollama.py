@@ -3,10 +3,12 @@
 import json
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from live_server import FakeEngine, Live, demo_engine
+from live_server import FakeEngine, Live, demo_engine, wait_for
+from test_switch import Loads, statuses
 from test_tools import CALL, TOOL
 
 from moeflux_mlx.errors import BadRequestError
@@ -78,16 +80,48 @@ def test_options_formats_and_logprobs_are_those_of_a_chat(live, client):
 
 
 def test_what_is_not_served_is_refused_by_name(client):
-    for more, name in (({"options": {"mirostat": 2}}, "mirostat"), ({"options": {"num_predict": 0}}, "max_tokens")):
+    for more, name in (
+        ({"options": {"mirostat": 2}}, "mirostat"),
+        ({"options": {"num_predict": 0}}, "options.num_predict"),
+        ({"think": "maybe"}, "think"),
+    ):
         with pytest.raises(client_library.ResponseError, match=f"^{name} is ") as caught:
             client.chat("m", HI, **more)
         assert caught.value.status_code == 400
     with pytest.raises(client_library.ResponseError, match="^template is .*the model's own template is used"):
         client.generate("m", "hi", template="{{ .Prompt }}")
+    named = {"role": "tool", "tool_name": 4, "content": "x"}
+    with pytest.raises(BadRequestError, match=r"^messages\[0\].tool_name is 4"):
+        ollama.Ollama(chats=True).read({"model": "m", "messages": [named]})
     with pytest.raises(client_library.ResponseError, match="^suffix was sent; this model has no marks"):
         client.generate("m", "def f(", suffix="return")
-    with pytest.raises(client_library.ResponseError, match=r"^messages is \[\]; expected at least one"):
-        client.chat("m", [])
+
+
+def test_a_request_without_a_text_loads_or_unloads_the_model():
+    loads = Loads("a", "b")
+    with (
+        Live(loads.of) as live,
+        client_library.Client(host=live.url) as client,
+        ThreadPoolExecutor(1) as clients,
+    ):
+        loaded = client.generate("b", "", images=["aGk="])
+        assert (loaded.response, loaded.done, loaded.done_reason) == ("", True, "load") and loads.order == ["a", "b"]
+        (loaded,) = client.chat("a", [], keep_alive="5m", stream=True)
+        assert (loaded.message.role, loaded.message.content, loaded.done_reason) == ("assistant", "", "load")
+        assert loads.order == ["a", "b", "a"] and live.models.loaded.choice.name == "a"
+        for time in (0, "0s", 0.0, "0"):
+            assert client.generate("b", keep_alive=time).done_reason == "unload"
+        assert statuses(live)["a"] == "loaded" and client.chat("a", HI, keep_alive=0).message.content == "a"
+        loads.may_answer.clear()
+        running = clients.submit(client.chat, "a", HI)
+        wait_for(lambda: live.worker.state.running)
+        assert client.chat("a", [], keep_alive=0).done_reason == "unload" and statuses(live)["a"] == "loaded"
+        loads.may_answer.set()
+        assert running.result().message.content == "a"
+        wait_for(lambda: statuses(live)["a"] == "unloaded" and loads.engines["a"].experts.closed)
+        assert client.chat("a", HI).message.content == "a" and loads.order == ["a", "b", "a", "a"]
+        with pytest.raises(client_library.ResponseError, match="the model 'c' does not exist"):
+            client.generate("c")
 
 
 def test_clients_see_the_models(live, client):

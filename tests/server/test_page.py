@@ -523,6 +523,12 @@ def test_a_model_for_embeddings_and_a_forecast_are_shown(open_page):
     open_page.server.feed = lambda step: {**feed(1), "embedding": model, "forecast": made}
     open_page.until(lambda: open_page.see("#forecast-text") == "5.2 to 8.8 tok/s")
     open_page.until(lambda: open_page.see("#embedding-text") == "owls: loaded, 1.2 GB")
+    drafts = {"kind": "head", "checked": 1240, "taken": 930}
+    open_page.server.feed = lambda step: {**feed(1), "forecast": made, "drafts": drafts}
+    open_page.until(lambda: not open_page.run("document.getElementById('drafts').hidden"))
+    open_page.server.feed = lambda step: {"loading": "owls", "queue": 0, "failures": {}, "embedding": None}
+    open_page.until(lambda: open_page.see("#state-text") == "Loading owls")
+    assert open_page.run("['embedding', 'forecast', 'drafts'].every((id) => document.getElementById(id).hidden)")
 
 
 def test_every_running_request_has_a_lane(open_page):

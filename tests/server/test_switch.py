@@ -525,6 +525,25 @@ def test_a_model_whose_conversations_cannot_be_kept_frees_its_memory(monkeypatch
         assert listed(live)["b"]["status"]["error"] == "prompts cannot be written"
 
 
+@pytest.mark.parametrize("part", ["defaults", "forecast"])
+def test_a_fault_behind_the_loading_of_a_model_leaves_it_usable_or_failed(part, monkeypatch, capfd):
+    """No request waits for ever: without a forecast the model answers, and without defaults it is not loaded."""
+
+    def fails(_):
+        raise KeyError("width")
+
+    loads = Loads("a", "b")
+    with Live(loads.of) as live:
+        choice = live.models.choices["b"]
+        monkeypatch.setitem(live.models.choices, "b", dataclasses.replace(choice, **{part: fails}))
+        if part == "forecast":
+            assert ask(live, "b") == "b" and "no speed can be forecast: KeyError" in capfd.readouterr().err
+        else:
+            assert refused(ask, live, "b") == 500 and "KeyError" in listed(live)["b"]["status"]["error"]
+            wait_for(lambda: loads.engines["b"].experts.closed)
+        assert ask(live, "a") == "a"
+
+
 def test_any_requests_and_departures_leave_the_switch_consistent():
     rng, loads = random.Random(3), Loads("a", "b", "c", token_seconds=0.001)
     with Live(loads.of, idle_seconds=0.02) as live, ThreadPoolExecutor(6) as clients:

@@ -169,9 +169,9 @@ class GroupedQuery(Mixer):
             self.heads * queries + self.gates + self.kv_heads * (self.head_dim + self.value_products * self.value_width)
         )
 
-    def attended(self, tokens: int) -> float:
+    def attended(self, tokens: int, positions: int) -> float:
         """Those of scores, and of sums weighed by them."""
-        return self.scores(tokens, tokens) * (self.head_dim + self.value_width)
+        return self.scores(tokens, positions) * (self.head_dim + self.value_width)
 
     @property
     def title(self) -> str:

@@ -138,9 +138,10 @@ class Latent(Mixer):
         index = self.indexer.heads * self.indexer.dim if self.indexer else 0
         return product_operations(tokens, self.q_latent or 0, self.heads * self.head_dim + index)
 
-    def attended(self, tokens: int) -> float:
-        """Those of scores, and of sums weighed by them; `scores` counts two sums."""
-        return self.scores(tokens, tokens) * (self.head_dim + self.value) / 2
+    def attended(self, tokens: int, positions: int) -> float:
+        """Those of scores, and of sums weighed by them; `scores` counts two sums. A token alone attends to latents."""
+        width = 2 * self.latent + self.rotated if tokens == 1 else self.head_dim + self.value
+        return self.scores(tokens, positions) * width / 2
 
     @property
     def handed_on(self) -> int:

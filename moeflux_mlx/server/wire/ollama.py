@@ -2,10 +2,11 @@
 
 A body becomes that of a chat, or of a completion without a template (`raw`, `suffix`), and is read as such. As with
 Ollama, options of loading and unknown options are ignored; those that would change the text and are not served are
-refused by name.
+refused by name. A request without a text only loads the model, or unloads it if it is to be kept for no time.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 
@@ -14,7 +15,7 @@ import numpy as np
 from ...errors import BadRequestError
 from ...files import JsonDict, JsonObject, JsonValue
 from ..request import Finish, Request, ServerEvent, TokenLogprob
-from . import chat, completions, embeddings
+from . import chat, completions, embeddings, settings
 from .answer import Block, BlockStep, WireAnswer
 from .embeddings import EmbeddingRequest
 from .fields import Body, check
@@ -52,15 +53,16 @@ class Ollama:
         """The request that a body makes. Raises BadRequestError."""
         check(body)
         fields = Body(body)
-        fields.required_text("model")
         told = self._common(fields)
+        if not (fields.list("messages") if self.chats else fields.text("prompt")):
+            return Request("chat", told["model"], only="unload" if _is_zero(fields.get("keep_alive")) else "load")
         if self.chats:
             made = {**told, "messages": [_message(item) for item in fields.objects("messages")]}
             request = chat.read({**made, "tools": fields.list("tools")})
         elif fields.flag("raw") or fields.text("suffix"):
             if fields.list("images"):
                 raise fields.wrong("images", "none beside raw or suffix")
-            prompt = {"prompt": fields.required_text("prompt"), "suffix": fields.text("suffix")}
+            prompt = {"prompt": fields.get("prompt"), "suffix": fields.text("suffix")}
             request = completions.read({**told, **prompt})
         else:
             request = chat.read({**told, "messages": _generated(fields)})
@@ -95,15 +97,21 @@ def _options(options: Body | None) -> JsonDict:
     if options is None:
         return {}
     made = {OPTIONS[name]: value for name, value in options.data.items() if name in OPTIONS}
-    limit = options.integer("num_predict", -2)
+    if (limit := options.integer("num_predict", -2)) == 0:
+        raise options.wrong("num_predict", "at least 1, or -1 for no limit")
     return {**made, "max_tokens": -1 if limit == -2 else limit}  # -2: to the end of the context
+
+
+def _is_zero(keep_alive: JsonValue) -> bool:
+    """Whether a time is none: a number of seconds, or a text with a unit."""
+    return re.fullmatch(r"[-+]?[0.]+[a-zµ]*", str(keep_alive)) is not None
 
 
 def _think(fields: Body) -> JsonDict:
     """Whether to reason, or how much."""
     think = fields.get("think")
     if isinstance(think, str):
-        return {"reasoning_effort": think}
+        return {"reasoning_effort": settings.effort(fields, "think")}
     return {} if think is None else {"enable_thinking": fields.flag("think")}
 
 
@@ -119,7 +127,7 @@ def _message(item: Body) -> JsonDict:
     """A message of a chat: images stand behind the text, and a result has the name of its tool."""
     calls = [{"type": "function", **call.data} for call in item.objects("tool_calls")]
     kept = {name: item.get(name) for name in ("role", "thinking", "tool_call_id")}
-    return {**kept, "content": _content(item, "content"), "tool_calls": calls, "name": item.get("tool_name")}
+    return {**kept, "content": _content(item, "content"), "tool_calls": calls, "name": item.text("tool_name")}
 
 
 def _content(item: Body, key: str) -> JsonValue:
@@ -134,11 +142,9 @@ def _content(item: Body, key: str) -> JsonValue:
 
 def _generated(fields: Body) -> list[JsonDict]:
     """The messages that /api/generate stands for."""
-    system, content = fields.text("system"), _content(fields, "prompt")
-    if not content:
-        raise fields.wrong("prompt", "a text that is not empty")
+    system = fields.text("system")
     before: list[JsonDict] = [{"role": "system", "content": system}] if system else []
-    return [*before, {"role": "user", "content": content}]
+    return [*before, {"role": "user", "content": _content(fields, "prompt")}]
 
 
 class OllamaReply(Reply):
@@ -201,7 +207,9 @@ def _end(answer: WireAnswer) -> JsonDict:
     """The fields of the last line; durations are nanoseconds."""
     finish = answer.finish
     assert finish is not None
-    return {"done": True, "done_reason": "length" if answer.reason() == "length" else "stop", **_durations(finish)}
+    reason = answer.reason()
+    ended = "stop" if reason in ("stop_sequence", "tool_calls") else reason
+    return {"done": True, "done_reason": ended, **_durations(finish)}
 
 
 def _durations(finish: Finish) -> JsonDict:
