@@ -211,6 +211,11 @@ SHARED_EXPERT = (
 STREAMS = (
     *((f"hc_{part}_{one}.weight", f"{part}_hc.{one}") for part in ("attn", "ffn") for one in ("fn", "base", "scale")),
 )
+# Of a draft head, behind the last layer's: names as of the layer more that DeepSeek-V3's checkpoints have.
+NEXT = (
+    *((f"nextn.{one}.", f"{one}.") for one in ("eh_proj", "enorm", "hnorm", "embed_tokens")),
+    *((f"nextn.shared_head_{one}.", f"shared_head.{one}.") for one in ("head", "norm")),
+)
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 
 
@@ -224,7 +229,8 @@ def renamed_tensor(name: str, family: GgufFamily, tensors: Container[str] = ()) 
     if block is None:
         return None, _begun(name, OUTER)
     layer, is_fused = int(block[1]), f"blk.{block[1]}.{FUSED}" in tensors
-    return layer, f"{family.stem}{layer}.{_begun(block[2], (DOWN, *family.names) if is_fused else family.names)}"
+    names = (*NEXT, *((DOWN,) if is_fused else ()), *family.names)
+    return layer, f"{family.stem}{layer}.{_begun(block[2], names)}"
 
 
 def _begun(name: str, names: tuple[tuple[str, str], ...]) -> str:

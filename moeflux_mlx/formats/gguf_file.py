@@ -38,6 +38,7 @@ SCALARS = {
 }  # fmt: skip
 STRING, ARRAY = 8, 9
 SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+HEAD_ALONE = re.compile(r"mtp-")  # begins the name of a file that holds a draft head without its model
 # In names of files that hold no model: an image encoder, statistics of inputs, or a model that drafts (llama.cpp's
 # `gguf_filename_is_model`).
 ASIDE = re.compile("(?i:mmproj)|imatrix|mtp-|eagle3-|dflash-|dspark-")
@@ -92,6 +93,11 @@ def block_sizes() -> Mapping[int, tuple[str, tuple[int, int]]]:
     return {int(kind): (kind.name, sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether the path is that of a GGUF file."""
+    return path.suffix == SUFFIX and path.is_file()
+
+
 def gguf_file(path: Path) -> Path | None:
     """The GGUF that `path` is, or that it holds, if it is a directory without a checkpoint; None: there is none. Of a
     split model it is the first file.
@@ -99,8 +105,8 @@ def gguf_file(path: Path) -> Path | None:
     Raises:
         ModelFileError: the directory holds several models.
     """
-    if path.is_file():
-        return path if path.suffix == SUFFIX else None
+    if is_gguf(path):
+        return path
     if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
     first = [files[0] for files in models_in(file.name for file in path.iterdir()).values()]

@@ -280,9 +280,9 @@ def load(settings: LoadSettings) -> tuple[Model, TokenizerWrapper]:
             model was trained with.
         progress: called with the bytes read so far and in all, while resident experts are read.
         draft: the source of drafts, which are proposed tokens that a step checks: "off", "lookup" (what followed an
-            earlier occurrence of the text's ending), "head" (the model's own draft head), a directory that holds a head
-            for it, or "auto": its head if the pool of experts keeps nine tenths of its bytes, else "lookup". Drafts
-            change the speed, never the tokens. They are off on several ranks.
+            earlier occurrence of the text's ending), "head" (the model's own draft head), a directory or GGUF that
+            holds a head for it, or "auto": its head if the pool of experts keeps nine tenths of its bytes, else
+            "lookup". Drafts change the speed, never the tokens. They are off on several ranks.
         vision: whether to load an image encoder if the checkpoint has one and the extra `vision` is installed.
         image_tokens: the most tokens of an image; larger images are made smaller. The memory plan includes the encoding
             of such an image.

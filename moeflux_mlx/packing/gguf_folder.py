@@ -21,7 +21,7 @@ from ..families.gguf_keys import SLOWED
 from ..families.registry import GGUF
 from ..files import JsonDict, kept_files, read_json, replace_file, user_path
 from ..formats.checkpoint import COPIED, Checkpoint, Tensor
-from ..formats.gguf_file import Blocks, GgufFile, gguf_file, open_gguf
+from ..formats.gguf_file import HEAD_ALONE, SUFFIX, Blocks, GgufFile, gguf_file, open_gguf
 from ..formats.hub import Repository, cached_snapshot, looks_like_repo
 from ..kinds.limits import WIDEST_HEAD
 from ..text.ends import all_ends
@@ -143,6 +143,23 @@ def open_described(folder: Path, first: Path, config: JsonDict) -> Checkpoint:
     return Checkpoint(folder, stated, _with_joined(tensors, family, read.layers), whole.files)
 
 
+def draft_tensors(path: Path) -> dict[str, Tensor]:
+    """{name in a checkpoint: tensor} of the draft heads in a GGUF, or else in the file `mtp-*.gguf` beside it.
+
+    Raises:
+        ConfigError, ModelFileError: there are several such files, or one is damaged, or of a model that is not read.
+    """
+    whole = open_gguf(path)
+    tensors = {one.name: one for one in _tensors(whole, _config(whole), of_heads=True)}
+    if tensors or HEAD_ALONE.match(path.name):
+        return tensors
+    beside = sorted(one for one in path.parent.glob(f"*{SUFFIX}") if HEAD_ALONE.match(one.name))
+    if len(beside) > 1:
+        names = ", ".join(one.name for one in beside)
+        raise ModelFileError(f"{path.parent} holds several draft heads: {names}; give one as --draft FILE")
+    return draft_tensors(beside[0]) if beside else {}
+
+
 def _family(whole: GgufFile) -> tuple[Metadata, GgufFamily]:
     read = Metadata(whole.metadata, whole.tensors, _slowed(whole.tensors.get(SLOWED)))
     if read.architecture not in GGUF:
@@ -172,12 +189,12 @@ def _config(whole: GgufFile) -> dict[str, Any]:
     return {**config, "tie_word_embeddings": "output.weight" not in whole.tensors}
 
 
-def _tensors(whole: GgufFile, config: JsonDict) -> Iterator[Tensor]:
-    """The tensors of the model under their names in a checkpoint; those of draft heads are left out."""
+def _tensors(whole: GgufFile, config: JsonDict, of_heads: bool = False) -> Iterator[Tensor]:
+    """The tensors of the model, or those of its draft heads, under their names in a checkpoint."""
     read, family = _family(whole)
     for blocks in whole.tensors.values():
         layer, name = renamed_tensor(blocks.name, family, whole.tensors)
-        if blocks.name == SLOWED or layer is not None and layer >= read.layers:
+        if blocks.name == SLOWED or (layer is not None and layer >= read.layers) != of_heads:
             continue
         inner = name.removeprefix(f"{family.stem}{layer}.")
         yield as_tensor(blocks, name, family.change(config, inner, blocks.shape))

@@ -8,6 +8,8 @@ Of each family `fixtures/gguf` has
     FAMILY.places.xz   of all tensors' values, one after the other: differences (int32) between the places that they
                        come from, among the values of the checkpoint's tensors in `order`
 
+`fixtures/gguf/heads` has the same of the files with a draft head alone that the converter makes with `--mtp`.
+
 Does not know: the package under test.
 """
 
@@ -17,10 +19,13 @@ import lzma
 import math
 
 import goldens
+import head_weights
 import numpy as np
 
 FOLDER = goldens.FIXTURES.parent / "gguf"
 FAMILIES = tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
+HEAD = "heads/"  # before a family's name: the file with its draft head alone
+HEADED = tuple(sorted(path.stem for path in FOLDER.glob(f"{HEAD}*.json")))
 # Changes of the tiny configurations: what the converter takes, and values for which GGUF has no keys. Models that they
 # change have no golden.
 FIELDS = {
@@ -41,7 +46,7 @@ FIELDS = {
     "glm5_next": {"linear_attn_config": {"num_heads": 4}},
     "minimax_m3_vl": {"swiglu_limit": 7.0},
 }
-HEADS = ("num_nextn_predict_layers",)  # numbers of draft heads, which are left out
+HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # numbers of draft heads
 # The converter's name of a model, where the tiny configuration has another.
 ARCHITECTURES = {"hy_v4_vl": "HYV4ForCausalLM"}
 GOLDEN = tuple(family for family in FAMILIES if family not in FIELDS and family != "sarvam_moe")
@@ -63,11 +68,12 @@ def recipe(family):
 
 
 def config(family):
-    """Returns config.json of the checkpoint that was converted, which has no draft heads."""
+    """Returns config.json of the checkpoint that was converted, which has a draft head where that is its file."""
+    count, family = int(family.startswith(HEAD)), family.removeprefix(HEAD)
     whole = goldens.config(family)
     text = whole.get("text_config", whole)
     whole["architectures"] = [ARCHITECTURES.get(family, whole["architectures"][0])]
-    _change(text, {name: 0 for name in HEADS if name in text} | FIELDS.get(family, {}))
+    _change(text, {name: count for name in HEADS if count or name in text} | FIELDS.get(family, {}))
     return whole
 
 
@@ -118,7 +124,10 @@ def _more_heads(name, array, modules):
 
 def hub_weights(family):
     """Returns the weights before any quantisation."""
-    return weights_of(family, {name: goldens.as_float(t) for name, t in goldens.hub_tensors(family).items()})
+    tensors = goldens.hub_tensors(family.removeprefix(HEAD))
+    if family.startswith(HEAD):
+        tensors = tensors | head_weights.head_tensors(family.removeprefix(HEAD))
+    return weights_of(family.removeprefix(HEAD), {name: goldens.as_float(one) for name, one in tensors.items()})
 
 
 def golden_weights(family):
