@@ -20,7 +20,11 @@ from moeflux_mlx.families.gguf_rope import SCALING
 from moeflux_mlx.families.registry import GGUF
 from moeflux_mlx.formats.gguf_file import open_gguf
 from moeflux_mlx.opening.engine import load_model
+from moeflux_mlx.opening.locate import locate
 from moeflux_mlx.packing.gguf_tensors import dequantized
+from moeflux_mlx.packing.in_place import plan_in_place
+from moeflux_mlx.packing.located import open_source
+from moeflux_mlx.packing.sanitize import canonical_tensors
 from moeflux_mlx.spec import ModelArgs
 
 gguf = pytest.importorskip("gguf")
@@ -141,6 +145,20 @@ def test_no_key_is_left_out(family):
             dropped.append(key)
     assert not dropped
     assert all(len(reason) > 20 for reason in (*UNREAD.values(), *GGUF[architecture].unread.values()))
+
+
+@pytest.mark.parametrize("family", gguf_models.ARCHITECTURES)
+def test_no_tensor_is_left_out(tmp_path, family):
+    """Each is part of the model, but for divisors of frequencies, which the configuration has; any other is refused."""
+    path = tmp_path / "m.gguf"
+    written(path, family, {"blk.1.strange.weight": np.ones(4, np.float32)})
+    located = locate(path)
+    canonical = canonical_tensors(open_source(located).tensors.values(), located.args)
+    parts = {one.offset for tensor in canonical.values() for one in getattr(tensor, "parts", (tensor,))}
+    left = {name for name, blocks in open_gguf(path).tensors.items() if blocks.offset not in parts}
+    assert left <= {SLOWED}
+    with pytest.raises(ModelFileError, match=r"tensor \S+\.1\.strange\.weight does not belong to this model"):
+        plan_in_place(open_source(located), located.args, without_correction_bias=False)
 
 
 def perturbed(architecture, metadata, tensors, slowed):
