@@ -81,7 +81,7 @@ SHARED: dict[str, dict[str, OptionValue]] = {
         "nargs": "+",
         "default": (),
         "metavar": "DIR",
-        "help": "further directories with safetensors files of the checkpoint, for example on other drives",
+        "help": "further directories with files of the checkpoint or of the split GGUF, for example on other drives",
     },
     "--tokenizer": {
         "metavar": "DIR_OR_REPO",

@@ -271,8 +271,8 @@ def load(settings: LoadSettings) -> tuple[Model, TokenizerWrapper]:
             4096, or what there is room for, and on a Mac less if the GPU would take too long. It does not limit the
             span.
         revision: of the Hugging Face repo.
-        shards_in: further directories, perhaps on other drives, with safetensors files of a checkpoint. Drives are read
-            in parallel.
+        shards_in: further directories, perhaps on other drives, with files of a checkpoint or of a split GGUF. Drives
+            are read in parallel.
         tokenizer: a directory or repo id with the tokenizer files for a GGUF; None: those beside it, or else made from
             its metadata.
         without_correction_bias: whether a checkpoint that lacks the biases by which routers correct their choice, such

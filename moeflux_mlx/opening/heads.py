@@ -10,9 +10,9 @@ from ..caches.layer_cache import MOST_DRAFTS
 from ..errors import ConfigError, ModelFileError, RequestError
 from ..experts.held import HeldExperts
 from ..experts.routed import RoutedExperts
-from ..files import JsonObject, read_json, user_path
+from ..files import JsonDict, JsonObject, read_json, user_path
 from ..formats.checkpoint import Tensor, merge_tensors, read_header, safetensors_files
-from ..formats.gguf_file import is_gguf
+from ..formats.gguf_file import is_gguf, open_parts
 from ..mixers.registry import stored_forms
 from ..model.decoder import Model
 from ..model.drafting import Drafting
@@ -129,11 +129,11 @@ def _head(weights: ModelWeights | None, args: ModelArgs, source: Path | None) ->
     """The head in `source`, or in the model's own files."""
     if weights is None:
         return None
-    source = source or next(iter(weights.located.gguf), None)
-    if source is None:
-        tensors, config = _beside(weights)
+    ggufs = weights.located.gguf if source is None else (source,) if is_gguf(source) else ()
+    if ggufs:
+        tensors, config = draft_tensors(open_parts(ggufs)), JsonDict()
     else:
-        tensors, config = (draft_tensors(source), {}) if is_gguf(source) else _in_folder(source)
+        tensors, config = _beside(weights) if source is None else _in_folder(source)
     return find_head(args, tensors.values(), config, weights.experts.layout)
 
 

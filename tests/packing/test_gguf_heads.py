@@ -13,6 +13,7 @@ from test_gguf_families import cache  # noqa: F401 (a fixture)
 from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.formats.checkpoint import read_header
+from moeflux_mlx.formats.gguf_file import open_gguf
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.opening.locate import locate
 from moeflux_mlx.opening.weights import open_weights
@@ -69,9 +70,10 @@ def test_a_head_has_the_bits_of_the_checkpoint_s(tmp_path, family):
     gguf_models.write_gguf(beside, family, type_of)
     gguf_models.write_head(beside.with_name("mtp-tiny.gguf"), family, floats)
     weights = open_weights(locate(model))
+    of_ggufs = (draft_tensors(open_gguf(path)) for path in (model, beside))
     wanted, *others = (
         find_head(weights.args, tensors.values(), {}, weights.experts.layout)
-        for tensors in (read_header(write_checkpoint(own, family)), draft_tensors(model), draft_tensors(beside))
+        for tensors in (read_header(write_checkpoint(own, family)), *of_ggufs)
     )
     for head in others:
         made, right = head.read(), wanted.read()
@@ -100,7 +102,7 @@ def test_a_head_keeps_its_types(tmp_path):
     for source, draft in ((model, "head"), (packed, head)):
         assert text_with(source, draft) == (plain, "q5_0")
     weights = open_weights(locate(packed))
-    layout = find_head(weights.args, draft_tensors(head).values(), {}, weights.experts.layout).experts.layout
+    layout = find_head(weights.args, draft_tensors(open_gguf(head)).values(), {}, weights.experts.layout).experts.layout
     assert {one.mode for one in layout.records[0].quants} == {"q4_0"}
 
 
