@@ -198,6 +198,8 @@ def _tensors(whole: GgufFile, config: JsonDict, of_heads: bool = False) -> Itera
             continue
         inner = name.removeprefix(f"{family.stem}{layer}.")
         yield as_tensor(blocks, name, family.change(config, inner, blocks.shape))
+        if (ones := family.ones(name, blocks.shape[-1])) is not None:
+            yield as_tensor(blocks, *ones)
 
 
 def _with_joined(tensors: dict[str, Tensor], family: GgufFamily, layers: int) -> dict[str, Tensor]:

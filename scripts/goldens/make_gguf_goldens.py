@@ -43,7 +43,7 @@ def tags(weights):
         places = 4.0 * np.arange(first, first + array.size).reshape(array.shape)
         first += array.size
         made[name] = np.log(places).astype(np.float32) if name.endswith("A_log") else places.astype(np.float32)
-        if name.endswith(goldens.INTEGERS):
+        if name.endswith((*goldens.INTEGERS, *converted_gguf.ONES)):
             made[name] = array
         elif name.endswith("tid2eid"):
             made[name] = places.astype(np.int64)

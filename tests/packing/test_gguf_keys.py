@@ -39,7 +39,7 @@ NEWER = (
 )
 YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 512, "yarn_beta_fast": 8.0, "yarn_beta_slow": 1.0}
 # Some have another scaling, the others refuse YaRN, or rotate nothing.
-UNSCALED = ("llama4", "gemma4", "step35", "glm5-next", "kimi-linear", "nemotron_h_moe", "cohere2moe")
+UNSCALED = ("llama4", "gemma4", "step35", "glm5-next", "kimi-linear", "kimi-k3", "nemotron_h_moe", "cohere2moe")
 OF_YARN = {f"rope.scaling.{key}" for key in SCALING}
 ABSENT = (3, 0.5, True, False, "x", [3], [0.5], [True] * 99)  # values of a key that the file does not have
 ROTATING = ("rope.", "attention.sliding_window", "attention.scale", "softcapping", "_scale", "weights_norm", "epsilon")

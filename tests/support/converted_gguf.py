@@ -37,6 +37,7 @@ FIELDS = {
     "nemotron_h_latent": {"time_step_limit": [0.0, math.inf], "max_position_embeddings": 1 << 20},
     "step3p5": {"rope_theta": [50.0, 1e4, 1e4, 1e4, 50.0, 1e4]},
     "kimi_linear": {"linear_attn_config": {"num_heads": 4}},
+    "kimi_k3": {"linear_attn_config": {"num_heads": 4}},
     "qwen4_exp": {"ple_layer_ids": [2]},
     "mellum": {
         "mlp_layer_types": ["sparse"] * 3,
@@ -47,9 +48,10 @@ FIELDS = {
     "minimax_m3_vl": {"swiglu_limit": 7.0},
     "hunyuan_v1_moe": {"rope_scaling": None, "rope_theta": 40780.69},  # the base that its scaling makes
 }
+ONES = ("_res_norm.weight",)  # factors of products that the converter stores; other values have no places
 HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # numbers of draft heads
 # The converter's name of a model, where the tiny configuration has another.
-ARCHITECTURES = {"hy_v4_vl": "HYV4ForCausalLM"}
+ARCHITECTURES = {"hy_v4_vl": "HYV4ForCausalLM", "kimi_k3": "KimiK3ForConditionalGeneration"}
 CHANGED = set(FIELDS) - {"hunyuan_v1_moe"} | {"sarvam_moe"}  # models that the changes make another one
 GOLDEN = tuple(family for family in FAMILIES if family not in CHANGED)
 # From values of a checkpoint to those of a GGUF, and back.
@@ -98,9 +100,10 @@ def weights_of(family, tensors):
     if family == "deepseek_v4":  # the longer blocks, of the published length
         longer = {name: np.resize(array, (128, 64)) for name, array in tensors.items() if array.shape == (16, 64)}
         return tensors | longer
-    if family in ("glm5_next", "kimi_linear"):
+    if family in ("glm5_next", "kimi_linear", "kimi_k3"):
         modules = {name.removesuffix("A_log") for name in tensors if name.endswith("A_log")}
-        return {name: _more_heads(name, array, modules) for name, array in tensors.items()}
+        made = {name: _more_heads(name, array, modules) for name, array in tensors.items()}
+        return {name: np.ones_like(array) if name.endswith(ONES) else array for name, array in made.items()}
     if family == "sarvam_moe":
         return {name: _zero_mean(array) if name.endswith("expert_bias") else array for name, array in tensors.items()}
     return tensors
@@ -120,6 +123,8 @@ def _more_heads(name, array, modules):
     if f"{module}self_attn." not in modules or leaf.startswith(("f_a", "g_a", "o_norm")):
         return array
     axis = 2 if array.ndim == 4 else int(leaf == "o_proj.weight")
+    if array.shape[axis] % 3:  # K3 has more values of A_log than heads
+        return array
     first = np.split(array, 3, axis)[0]
     return np.concatenate([array, np.flip(first, axis)], axis)
 
