@@ -10,9 +10,9 @@ from ..caches.layer_cache import MOST_DRAFTS
 from ..errors import ConfigError, ModelFileError, RequestError
 from ..experts.held import HeldExperts
 from ..experts.routed import RoutedExperts
-from ..files import JsonDict, JsonObject, read_json, user_path
+from ..files import JsonObject, read_json, user_path
 from ..formats.checkpoint import Tensor, merge_tensors, read_header, safetensors_files
-from ..formats.gguf_file import is_gguf, open_parts
+from ..formats.gguf_file import is_gguf, open_gguf, open_parts
 from ..mixers.registry import stored_forms
 from ..model.decoder import Model
 from ..model.drafting import Drafting
@@ -129,12 +129,12 @@ def _head(weights: ModelWeights | None, args: ModelArgs, source: Path | None) ->
     """The head in `source`, or in the model's own files."""
     if weights is None:
         return None
-    ggufs = weights.located.gguf if source is None else (source,) if is_gguf(source) else ()
-    if ggufs:
-        tensors, config = draft_tensors(open_parts(ggufs)), JsonDict()
-    else:
-        tensors, config = _beside(weights) if source is None else _in_folder(source)
+    tensors, config = _beside(weights) if source is None else _in_source(source)
     return find_head(args, tensors.values(), config, weights.experts.layout)
+
+
+def _in_source(path: Path) -> tuple[Mapping[str, Tensor], JsonObject]:
+    return (draft_tensors(open_gguf(path)), {}) if is_gguf(path) else _in_folder(path)
 
 
 def _in_folder(folder: Path) -> tuple[Mapping[str, Tensor], JsonObject]:
@@ -145,6 +145,8 @@ def _in_folder(folder: Path) -> tuple[Mapping[str, Tensor], JsonObject]:
 
 def _beside(weights: ModelWeights) -> tuple[Mapping[str, Tensor], JsonObject]:
     config = weights.located.config
+    if weights.located.gguf:
+        return draft_tensors(open_parts(weights.located.gguf)), {}
     if weights.checkpoint is None:
         file = weights.path / NAME
         return read_header(file) if file.exists() else {}, config

@@ -14,17 +14,14 @@ from test_gguf_families import LEAST, logits, type_of
 from tiny_models import on_cpu
 
 from moeflux_mlx.errors import ConfigError, ModelFileError
-from moeflux_mlx.families.gguf import Metadata
+from moeflux_mlx.families.gguf import Metadata, renamed_tensor
 from moeflux_mlx.families.gguf_keys import SLOWED, UNREAD
 from moeflux_mlx.families.gguf_rope import SCALING
-from moeflux_mlx.families.registry import GGUF
+from moeflux_mlx.families.names import canonical_name
+from moeflux_mlx.families.registry import FAMILIES, GGUF
 from moeflux_mlx.formats.gguf_file import open_gguf
 from moeflux_mlx.opening.engine import load_model
-from moeflux_mlx.opening.locate import locate
 from moeflux_mlx.packing.gguf_tensors import dequantized
-from moeflux_mlx.packing.in_place import plan_in_place
-from moeflux_mlx.packing.located import open_source
-from moeflux_mlx.packing.sanitize import canonical_tensors
 from moeflux_mlx.spec import ModelArgs
 
 gguf = pytest.importorskip("gguf")
@@ -148,17 +145,21 @@ def test_no_key_is_left_out(family):
 
 
 @pytest.mark.parametrize("family", gguf_models.ARCHITECTURES)
-def test_no_tensor_is_left_out(tmp_path, family):
-    """Each is part of the model, but for divisors of frequencies, which the configuration has; any other is refused."""
-    path = tmp_path / "m.gguf"
-    written(path, family, {"blk.1.strange.weight": np.ones(4, np.float32)})
-    located = locate(path)
-    canonical = canonical_tensors(open_source(located).tensors.values(), located.args)
-    parts = {one.offset for tensor in canonical.values() for one in getattr(tensor, "parts", (tensor,))}
-    left = {name for name, blocks in open_gguf(path).tensors.items() if blocks.offset not in parts}
-    assert left <= {SLOWED}
-    with pytest.raises(ModelFileError, match=r"tensor \S+\.1\.strange\.weight does not belong to this model"):
-        plan_in_place(open_source(located), located.args, without_correction_bias=False)
+def test_no_tensor_is_left_out(family):
+    """Each has a name in the model, but for divisors of frequencies, which the configuration has. The model refuses a
+    name that it does not have, as below."""
+    architecture, metadata, tensors, slowed = described(family)
+    args = config_of(architecture, metadata, tensors, slowed)[1]
+    renames, layers = FAMILIES[args.model_type].renames_of(args.layers), args.num_hidden_layers
+    spelt = {name: renamed_tensor(name, GGUF[architecture], tensors)[1] for name in tensors}
+    assert {name for name, ours in spelt.items() if canonical_name(ours, layers, renames) is None} <= {SLOWED}
+
+
+def test_a_tensor_that_no_model_has_is_refused(tmp_path):
+    for name in ("blk.1.strange.weight", "blk.1.attn_q.strange", "strange.weight"):
+        written(tmp_path / "m.gguf", "qwen3_moe", {name: np.ones(4, np.float32)})
+        with pytest.raises(ModelFileError, match=r"tensor \S*strange\S* does not belong to this model"):
+            load_model(tmp_path / "m.gguf", **LEAST)
 
 
 def perturbed(architecture, metadata, tensors, slowed):
