@@ -47,6 +47,7 @@ from .planning.forecast import TokenWork, expected, in_memory
 from .planning.kv_bits import keeping, state_lines
 from .planning.machine import default_dtype, in_gb
 from .planning.memory_plan import MemoryPlan
+from .planning.quants import Quants
 from .quant import Quant
 from .spec import ModelArgs
 from .vision.vision import NoVision, VisionFiles
@@ -67,6 +68,7 @@ class Described:
         vision: its image encoder, or why there is none; None for a variant, which has no files.
         in_place: whether its experts cannot be mapped.
         disk: a line on the disk space of a repository; else empty.
+        quants: the GGUF models in the same place.
         weights: the files; None if they are not here.
     """
 
@@ -78,6 +80,7 @@ class Described:
     vision: VisionFiles | NoVision | None = None
     in_place: bool = False
     disk: str = ""
+    quants: Quants = Quants()
     weights: ModelWeights | None = None
 
 
@@ -105,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     lines = [*state_lines(args, plan.context, plan.demand.itemsize), *table_lines(args, tables)]
     lines += [f"recipe {model.recipe}"] if model.recipe else []
     lines.append(reading_line(args, layout, model.dense))
-    lines += [model.disk] if model.disk else []
+    lines += filter(None, (model.disk, model.quants.note(machine.limit or machine.memory)))
     if demand.best_pool is not None:
         lines.append(f"moeflux tune found a pool of {in_gb(demand.best_pool, 3)} as fast as larger ones here")
     lines += [drafts.reason] if drafts.reason else []
@@ -166,7 +169,9 @@ def describe(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str, is_al
         vision = remote.vision(args, with_images)
         dense = token_bytes(args, shapes, dtype)
         resident = resident_bytes(shapes, dtype)
-        return Described(args, layout, resident, dense, remote.recipe(), vision, remote.in_place, remote.disk)
+        return Described(
+            args, layout, resident, dense, remote.recipe(), vision, remote.in_place, remote.disk, remote.quants
+        )
     weights = open_weights(locate(options.model, shards_in=options.shards_in), options.without_correction_bias)
     weights.check_mode(expert_io)
     if is_alone:
@@ -182,6 +187,7 @@ def describe(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str, is_al
         read_recipe(weights.path),
         vision,
         not weights.can_be_mapped,
+        quants=Quants.beside(weights.located.gguf),
         weights=weights,
     )
 

@@ -60,7 +60,8 @@ def downloaded(
     if isinstance(remote, Path):
         return remote
     if remote.missing:
-        note("\n".join([remote.disk, *lines(remote)]))
+        better = remote.quants.note(machine_figures().memory)
+        note("\n".join([remote.disk, *([better] if better else []), *lines(remote)]))
         remote.check_space()
         if remote.missing > ASKED_FROM:
             agree(f"{remote.missing / 1e9:.1f} GB of {name} will be downloaded", yes)

@@ -81,7 +81,7 @@ SHARED: dict[str, dict[str, OptionValue]] = {
         "nargs": "+",
         "default": (),
         "metavar": "DIR",
-        "help": "further directories with safetensors files of the checkpoint, for example on other drives",
+        "help": "further directories with files of the checkpoint or of the split GGUF, for example on other drives",
     },
     "--tokenizer": {
         "metavar": "DIR_OR_REPO",
@@ -156,9 +156,9 @@ SHARED: dict[str, dict[str, OptionValue]] = {
     },
     "--draft": {
         "default": "off",
-        "metavar": "|".join((*DRAFTS, "DIR")),
+        "metavar": "|".join((*DRAFTS, "PATH")),
         "help": "speculative decoding, which changes only the speed; lookup: propose tokens from earlier text; head: "
-        "by the model's draft head, or the one in DIR; auto: head if memory allows, else lookup (%(default)s)",
+        "by the model's draft head, or the one in PATH; auto: head if memory allows, else lookup (%(default)s)",
     },
     "--set": {
         "type": setting,

@@ -162,6 +162,8 @@ class GgufFamily:
         unread: keys that need not be read, and why, besides `gguf_keys.UNREAD`.
         joined: tensors that the model has as one, by its name behind "model.layers.N.": theirs in order.
         stem: what stands for "model.layers." in all of this.
+        products: ends of names of tensors in which llama.cpp stores the product of two of the model's vectors, with
+            those of the other factors, which are ones then.
     """
 
     reader: Callable[[Metadata], GgufConfig]
@@ -170,6 +172,15 @@ class GgufFamily:
     unread: Mapping[str, str] = field(default_factory=dict)
     joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
     stem: str = "model.layers."
+    products: tuple[tuple[str, str], ...] = ()
+
+    def ones(self, name: str, columns: int) -> tuple[str, Change] | None:
+        """The vector of ones that the model has beside a tensor, by its name, and what makes it of the tensor; None:
+        the tensor is no product."""
+        ends = ((product, one) for product, one in self.products if name.endswith(product))
+        product, one = next(ends, ("", ""))
+        made = name.removesuffix(product) + one
+        return (made, Change((columns,), values=np.ones_like)) if product else None
 
     def config(self, read: Metadata) -> GgufConfig:
         """The family's config.json.
@@ -188,7 +199,7 @@ OUTER = (
     ("token_embd_norm.", "model.norm."),  # of LFM2, in spite of the name
     *((f"output_hc_{one}.weight", f"model.hc_head.{one}") for one in ("fn", "base", "scale")),
     *(("output_hc_norm.", "model.hc_head.hc_norm."), ("output_hc_down.", "model.hc_head.input_mix_weight_down.")),
-    ("output_hc_up.", "model.hc_head.input_mix_weight_up."),
+    *(("output_hc_up.", "model.hc_head.input_mix_weight_up."), ("output_res_score.", "model.hc_head.proj_")),
 )
 ATTENTION = (
     *(("attn_norm.", "input_layernorm."), ("attn_output.", "self_attn.o_proj.")),
@@ -211,6 +222,11 @@ SHARED_EXPERT = (
 STREAMS = (
     *((f"hc_{part}_{one}.weight", f"{part}_hc.{one}") for part in ("attn", "ffn") for one in ("fn", "base", "scale")),
 )
+# Of a draft head, behind the last layer's: names as of the layer more that DeepSeek-V3's checkpoints have.
+NEXT = (
+    *((f"nextn.{one}.", f"{one}.") for one in ("eh_proj", "enorm", "hnorm", "embed_tokens")),
+    *((f"nextn.shared_head_{one}.", f"shared_head.{one}.") for one in ("head", "norm")),
+)
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 
 
@@ -224,7 +240,8 @@ def renamed_tensor(name: str, family: GgufFamily, tensors: Container[str] = ()) 
     if block is None:
         return None, _begun(name, OUTER)
     layer, is_fused = int(block[1]), f"blk.{block[1]}.{FUSED}" in tensors
-    return layer, f"{family.stem}{layer}.{_begun(block[2], (DOWN, *family.names) if is_fused else family.names)}"
+    names = (*NEXT, *((DOWN,) if is_fused else ()), *family.names)
+    return layer, f"{family.stem}{layer}.{_begun(block[2], names)}"
 
 
 def _begun(name: str, names: tuple[tuple[str, str], ...]) -> str:

@@ -92,4 +92,18 @@ def _gguf(read: Metadata) -> JsonDict:
     }
 
 
-GGUF = {"hy_v3": GgufFamily(_gguf, (*ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}
+def _gguf_a13b(read: Metadata) -> JsonDict:
+    """The base of rotations is stored as scaling makes it, and one shared expert is all that llama.cpp reads."""
+    return {
+        "model_type": "hunyuan_v1_moe",
+        **read.sizes(),
+        **read.attention(),
+        **read.experts(),
+        "moe_topk": read.count("expert_used_count"),
+        "intermediate_size": read.count("expert_shared_feed_forward_length"),
+        "num_shared_expert": 1,
+    }
+
+
+NAMES = (*ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT)
+GGUF = {"hy_v3": GgufFamily(_gguf, NAMES), "hunyuan-moe": GgufFamily(_gguf_a13b, NAMES)}

@@ -27,7 +27,7 @@ from .fields import (
     noaux_experts,
     out_of_range,
 )
-from .gguf import GgufFamily, Metadata
+from .gguf import Change, GgufFamily, Metadata
 from .glm5_next import DELTA_NAMES, delta_change, gguf_delta, joined_rows, linear_sizes, of_linear_attention
 from .minimax import RENAMES as OF_EXPERTS
 
@@ -142,5 +142,38 @@ def _gguf(read: Metadata) -> JsonDict:
     }
 
 
+def _gguf_k3(read: Metadata) -> JsonDict:
+    config = _gguf(read)
+    return {
+        **config,
+        "norm_topk_prob": read.flag("expert_weights_norm", False),
+        "hidden_act": "situ",
+        "activation_situ_beta": read.number("activation.situ_beta"),
+        "activation_situ_linear_beta": read.number("activation.situ_linear_beta"),
+        "attn_res_block_size": read.count("attn_res.block_size"),
+        "linear_attn_config": {**config["linear_attn_config"], "use_full_rank_gate": True},
+        "mla_use_output_gate": any(f"blk.{i}.attn_gate.weight" in read.tensors for i in range(read.layers)),
+        "routed_expert_hidden_size": read.count("expert_latent_length", None),
+        "latent_moe_use_norm": any(f"blk.{i}.ffn_routed_norm.weight" in read.tensors for i in range(read.layers)),
+    }
+
+
+def _k3_change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change | None:
+    """As of Kimi's delta rule; weights between sums of blocks have lost an axis of length 1."""
+    if name.endswith("_hc.proj_weight") or name == "model.hc_head.proj_weight":
+        return Change((1, *shape))
+    return delta_change(config, name, shape)
+
+
 UNREAD = {**OF_LATENT_HEAD, "rope.freq_base": "no values of heads rotate"}
-GGUF = {"kimi-linear": GgufFamily(_gguf, (*DELTA_NAMES, *GGUF_NAMES), delta_change, UNREAD)}
+NAMES = (*DELTA_NAMES, *GGUF_NAMES)
+OF_K3 = (
+    *(("attn_res_score.", "attn_hc.proj_"), ("ffn_res_score.", "ffn_hc.proj_")),
+    *(("ssm_g.", "self_attn.g_proj."), ("attn_gate.", "self_attn.g_proj.")),
+    *((f"ffn_routed_{theirs}.", f"mlp.fc{i}_latent_proj.") for i, theirs in ((1, "down"), (2, "up"))),
+    ("ffn_routed_norm.", "mlp.latent_norm."),
+)
+GGUF = {
+    "kimi-linear": GgufFamily(_gguf, NAMES, delta_change, UNREAD),
+    "kimi-k3": GgufFamily(_gguf_k3, (*OF_K3, *NAMES), _k3_change, UNREAD, products=((".proj_weight", ".norm_weight"),)),
+}

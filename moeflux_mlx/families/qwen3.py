@@ -11,6 +11,7 @@ from ..mixers.grouped.spec import GroupedQuery
 from .fields import (
     FULL,
     LINEAR,
+    NEXT_LAYER,
     Family,
     Fields,
     FusedRows,
@@ -123,6 +124,7 @@ HEAD = HeadNames(
     (
         *(("mtp.layers.0.", "model.layers.0."), ("mtp.norm.", "model.norm."), ("mtp.fc.", "fc.")),
         *(("mtp.pre_fc_norm_embedding.", "enorm."), ("mtp.pre_fc_norm_hidden.", "hnorm.")),
+        *NEXT_LAYER.renames,  # of a GGUF
     )
 )
 FAMILIES = {

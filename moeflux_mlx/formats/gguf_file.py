@@ -16,7 +16,7 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -38,6 +38,7 @@ SCALARS = {
 }  # fmt: skip
 STRING, ARRAY = 8, 9
 SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+HEAD_ALONE = re.compile(r"mtp-")  # begins the name of a file that holds a draft head without its model
 # In names of files that hold no model: an image encoder, statistics of inputs, or a model that drafts (llama.cpp's
 # `gguf_filename_is_model`).
 ASIDE = re.compile("(?i:mmproj)|imatrix|mtp-|eagle3-|dflash-|dspark-")
@@ -92,6 +93,11 @@ def block_sizes() -> Mapping[int, tuple[str, tuple[int, int]]]:
     return {int(kind): (kind.name, sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether the path is that of a GGUF file."""
+    return path.suffix == SUFFIX and path.is_file()
+
+
 def gguf_file(path: Path) -> Path | None:
     """The GGUF that `path` is, or that it holds, if it is a directory without a checkpoint; None: there is none. Of a
     split model it is the first file.
@@ -99,8 +105,8 @@ def gguf_file(path: Path) -> Path | None:
     Raises:
         ModelFileError: the directory holds several models.
     """
-    if path.is_file():
-        return path if path.suffix == SUFFIX else None
+    if is_gguf(path):
+        return path
     if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
     first = [files[0] for files in models_in(file.name for file in path.iterdir()).values()]
@@ -155,24 +161,46 @@ class _Fetched:
         return bytes(self.data[self._at - count : self._at])
 
 
-def open_gguf(path: Path) -> GgufFile:
+def open_gguf(path: Path, elsewhere: Sequence[Path] = ()) -> GgufFile:
     """Reads the header of a file, or those of all files of the split model that it belongs to.
+
+    Args:
+        elsewhere: directories in which parts may lie that are not beside the file.
 
     Raises:
         ModelFileError: the package `gguf` is missing; a file is missing, damaged or of a kind that is not read.
     """
-    check_installed()
     match = SPLIT_NAME.fullmatch(path.name)
+    if match is None and elsewhere:
+        raise ModelFileError(
+            f"--shards-in is for safetensors files, and for the parts of a split GGUF; {path} is whole, so leave it out"
+        )
     if match is None:
-        return _alone(_read(path))
+        return open_parts([path])
     count = int(match[3])
-    paths = [path.with_name(f"{match[1]}-{i:05d}-of-{match[3]}.gguf") for i in range(1, count + 1)]
     if not 1 <= int(match[2]) <= count:
         raise ModelFileError(f"{path}: the name is that of no part of {count}")
-    for i, part in enumerate(paths):
-        if not part.is_file():
-            raise ModelFileError(f"{part} does not exist; it is part {i + 1} of {count} of {path.name}")
-    return _joined([_read(part) for part in paths])
+    names = [f"{match[1]}-{i:05d}-of-{match[3]}.gguf" for i in range(1, count + 1)]
+    return open_parts([_part(name, (path.parent, *elsewhere), f"{i + 1} of {count}") for i, name in enumerate(names)])
+
+
+def _part(name: str, places: Sequence[Path], which: str) -> Path:
+    """The path of one file of a split model."""
+    for folder in places:
+        if (folder / name).is_file():
+            return folder / name
+    others = f", nor is it in {', '.join(map(str, places[1:]))}" if len(places) > 1 else ""
+    raise ModelFileError(
+        f"{places[0] / name} does not exist{others}; it is part {which}: download it, or name its directory with "
+        "--shards-in"
+    )
+
+
+def open_parts(paths: Sequence[Path]) -> GgufFile:
+    """Reads the headers of all files of a model; as `open_gguf`."""
+    check_installed()
+    parts = [_read(path) for path in paths]
+    return _joined(parts) if SPLIT_NAME.fullmatch(paths[0].name) else _alone(parts[0])
 
 
 def _alone(whole: GgufFile) -> GgufFile:

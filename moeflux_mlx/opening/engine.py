@@ -271,8 +271,8 @@ def load(settings: LoadSettings) -> tuple[Model, TokenizerWrapper]:
             4096, or what there is room for, and on a Mac less if the GPU would take too long. It does not limit the
             span.
         revision: of the Hugging Face repo.
-        shards_in: further directories, perhaps on other drives, with safetensors files of a checkpoint. Drives are read
-            in parallel.
+        shards_in: further directories, perhaps on other drives, with files of a checkpoint or of a split GGUF. Drives
+            are read in parallel.
         tokenizer: a directory or repo id with the tokenizer files for a GGUF; None: those beside it, or else made from
             its metadata.
         without_correction_bias: whether a checkpoint that lacks the biases by which routers correct their choice, such
@@ -280,9 +280,9 @@ def load(settings: LoadSettings) -> tuple[Model, TokenizerWrapper]:
             model was trained with.
         progress: called with the bytes read so far and in all, while resident experts are read.
         draft: the source of drafts, which are proposed tokens that a step checks: "off", "lookup" (what followed an
-            earlier occurrence of the text's ending), "head" (the model's own draft head), a directory that holds a head
-            for it, or "auto": its head if the pool of experts keeps nine tenths of its bytes, else "lookup". Drafts
-            change the speed, never the tokens. They are off on several ranks.
+            earlier occurrence of the text's ending), "head" (the model's own draft head), a directory or GGUF that
+            holds a head for it, or "auto": its head if the pool of experts keeps nine tenths of its bytes, else
+            "lookup". Drafts change the speed, never the tokens. They are off on several ranks.
         vision: whether to load an image encoder if the checkpoint has one and the extra `vision` is installed.
         image_tokens: the most tokens of an image; larger images are made smaller. The memory plan includes the encoding
             of such an image.

@@ -12,12 +12,14 @@ from ..experts.held import HeldExperts
 from ..experts.routed import RoutedExperts
 from ..files import JsonObject, read_json, user_path
 from ..formats.checkpoint import Tensor, merge_tensors, read_header, safetensors_files
+from ..formats.gguf_file import is_gguf, open_gguf, open_parts
 from ..mixers.registry import stored_forms
 from ..model.decoder import Model
 from ..model.drafting import Drafting
 from ..model.head import DraftHead
 from ..model.weights import fill
 from ..packing.aside import NAME
+from ..packing.gguf_folder import draft_tensors
 from ..packing.heads import HeadWeights, find_head
 from ..packing.resident import TensorFile
 from ..planning.budget import Planner
@@ -26,7 +28,7 @@ from ..planning.memory_plan import MemoryPlan
 from ..spec import ModelArgs
 from .weights import ModelWeights
 
-DRAFTS = ("auto", "off", "lookup", "head")  # sources of drafts; a directory with a head is allowed too
+DRAFTS = ("auto", "off", "lookup", "head")  # sources of drafts; a directory or GGUF with a head is allowed too
 LEAST_SHARE = 0.9  # share of the pool's bytes without drafts that "auto" leaves to the pool
 
 
@@ -61,7 +63,7 @@ def choose_drafts(draft: str | Path, weights: ModelWeights | None, planner: Plan
     "lookup" if the plan allows that, else "off".
 
     Args:
-        draft: one of `DRAFTS`, or a directory.
+        draft: one of `DRAFTS`, or a directory or GGUF with a head.
         weights: the files in which to look for a head, or None.
         planner: plans memory for the model without drafts.
         dtype: of activations.
@@ -70,9 +72,9 @@ def choose_drafts(draft: str | Path, weights: ModelWeights | None, planner: Plan
         RequestError: `draft` is none of these. ModelFileError: there is no head, or it cannot be used. Errors of
             `Planner.plan`.
     """
-    is_folder = str(draft) not in DRAFTS
-    if is_folder and not user_path(draft).is_dir():
-        raise RequestError(f"draft {str(draft)!r} is neither one of {', '.join(DRAFTS)} nor a directory")
+    source = None if str(draft) in DRAFTS else user_path(draft)
+    if source is not None and not (source.is_dir() or is_gguf(source)):
+        raise RequestError(f"draft {str(draft)!r} is neither one of {', '.join(DRAFTS)} nor a directory or GGUF file")
     if draft == "off":
         return ChosenDrafts(planner.args, planner.plan(), "off", None, "")
     looking = replace(planner, demand=replace(planner.demand, drafts=MOST_DRAFTS))
@@ -80,9 +82,9 @@ def choose_drafts(draft: str | Path, weights: ModelWeights | None, planner: Plan
         return ChosenDrafts(planner.args, looking.plan(), "lookup", None, "drafts are looked up in the text")
     if draft == "auto":
         return _automatic(weights, planner, looking, dtype)
-    head = _head(weights, planner.args, user_path(draft) if is_folder else None)
+    head = _head(weights, planner.args, source)
     if head is None:
-        where = draft if is_folder else weights.path if weights is not None else "what is known of the model"
+        where = draft if source else weights.path if weights is not None else "what is known of the model"
         raise ModelFileError(f"{where} holds no draft head for this model; draft can be auto or lookup")
     return _with_head(head, looking, dtype)
 
@@ -123,12 +125,16 @@ def _keeps(plan: MemoryPlan, plain: MemoryPlan) -> bool:
     return alike and plan.pool >= LEAST_SHARE * plain.pool
 
 
-def _head(weights: ModelWeights | None, args: ModelArgs, folder: Path | None) -> HeadWeights | None:
-    """The head in `folder`, or in the model's own files."""
+def _head(weights: ModelWeights | None, args: ModelArgs, source: Path | None) -> HeadWeights | None:
+    """The head in `source`, or in the model's own files."""
     if weights is None:
         return None
-    tensors, config = _beside(weights) if folder is None else _in_folder(folder)
+    tensors, config = _beside(weights) if source is None else _in_source(source)
     return find_head(args, tensors.values(), config, weights.experts.layout)
+
+
+def _in_source(path: Path) -> tuple[Mapping[str, Tensor], JsonObject]:
+    return (draft_tensors(open_gguf(path)), {}) if is_gguf(path) else _in_folder(path)
 
 
 def _in_folder(folder: Path) -> tuple[Mapping[str, Tensor], JsonObject]:
@@ -139,6 +145,8 @@ def _in_folder(folder: Path) -> tuple[Mapping[str, Tensor], JsonObject]:
 
 def _beside(weights: ModelWeights) -> tuple[Mapping[str, Tensor], JsonObject]:
     config = weights.located.config
+    if weights.located.gguf:
+        return draft_tensors(open_parts(weights.located.gguf)), {}
     if weights.checkpoint is None:
         file = weights.path / NAME
         return read_header(file) if file.exists() else {}, config

@@ -28,7 +28,7 @@ def locate(
 
     Args:
         model: a path, a repository, or None for the demo model.
-        shards_in: other directories in which a checkpoint's safetensors files may lie.
+        shards_in: other directories in which a checkpoint's safetensors files, or a GGUF's, may lie.
         tokenizer: a directory or repository with the files of a GGUF's tokenizer.
     """
     path = directory("demo") if model is None else user_path(model)
@@ -42,7 +42,7 @@ def locate(
             )
         path = fetch(str(model), revision)
     located = Located(path, tuple(user_path(folder) for folder in shards_in))
-    if not located.is_packed and (folder := describe(path, tokenizer_folder(tokenizer))) is not None:
+    if not located.is_packed and (folder := describe(path, tokenizer_folder(tokenizer), located.shards_in)) is not None:
         return replace(located, path=folder)
     if tokenizer is not None:
         raise RequestError(f"--tokenizer is for GGUF files, and {path} is none; leave it out")

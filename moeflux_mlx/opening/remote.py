@@ -26,21 +26,23 @@ from ..formats.checkpoint import (
     Tensor,
     header_tensors,
     merge_tensors,
+    read_bytes,
     shard_names,
 )
-from ..formats.gguf_file import header_bytes, models_in
+from ..formats.gguf_file import header_bytes, models_in, open_gguf
 from ..formats.hub import Repository, cache_folder, cached_snapshot, looks_like_repo, quant_of
 from ..formats.layout_file import from_json
 from ..formats.packed import FINISHED, FOLDER, LAYOUT
 from ..formats.record import ExpertLayout
 from ..ops.forms import DTYPES
 from ..packing.aside import NAME as ASIDE
-from ..packing.gguf_folder import base_tokenizer, describe
+from ..packing.gguf_folder import base_tokenizer, describe, slowed_blocks
 from ..packing.in_place import plan_in_place
 from ..packing.located import Located, open_source
 from ..packing.recipe import Recipe, read_recipe
 from ..packing.sources import shapes_of
 from ..packing.suggest import not_packed_error
+from ..planning.quants import Quants
 from ..spec import ModelArgs
 from ..vision.vision import PREPROCESSOR, NoVision, VisionFiles, usable, vision_of
 
@@ -138,6 +140,11 @@ class Remote:
         )
 
     @property
+    def quants(self) -> Quants:
+        """The GGUF models of the repository; none for another kind of model."""
+        return Quants()
+
+    @property
     def in_place(self) -> bool:
         """Whether the repository is a checkpoint, whose experts are in pieces."""
         return FINISHED not in self.repository.files
@@ -206,16 +213,34 @@ class RemoteGguf(Remote):
                 os.truncate(head, size)  # longer without taking more of the disk
             except OSError as error:
                 raise ModelFileError(f"{head} cannot be written: {error.strerror or error}") from None
+        self._fetch_divisors(heads)
         folder = describe(heads / self.wanted[0])
         assert folder is not None
         located = Located(folder)
         return _in_place(open_source(located), located.args, without_correction_bias)
+
+    def _fetch_divisors(self, heads: Path) -> None:
+        """Fetches the one tensor of which the configuration needs the values, if it is still missing."""
+        blocks = slowed_blocks(open_gguf(heads / self.wanted[0]))
+        if blocks is None or any(read_bytes(blocks.file, blocks.offset, blocks.nbytes)):
+            return
+        values = self.repository.part(str(blocks.file.relative_to(heads)), blocks.offset, blocks.nbytes)
+        try:
+            with open(blocks.file, "r+b") as file:
+                file.seek(blocks.offset)
+                file.write(values)
+        except OSError as error:
+            raise ModelFileError(f"{blocks.file} cannot be written: {error.strerror or error}") from None
 
     def recipe(self) -> Recipe | None:
         return None
 
     def vision(self, args: ModelArgs, wanted: bool = True) -> VisionFiles | NoVision:
         return usable(None, args, wanted)
+
+    @property
+    def quants(self) -> Quants:
+        return Quants({file.name: file.size for file in self.repository.files.values()}, self.wanted)
 
     @property
     def in_place(self) -> bool:

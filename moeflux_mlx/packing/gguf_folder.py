@@ -10,7 +10,7 @@ is written anew whenever its GGUF is opened, and may be deleted at any time.
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ..families.gguf_keys import SLOWED
 from ..families.registry import GGUF
 from ..files import JsonDict, kept_files, read_json, replace_file, user_path
 from ..formats.checkpoint import COPIED, Checkpoint, Tensor
-from ..formats.gguf_file import Blocks, GgufFile, gguf_file, open_gguf
+from ..formats.gguf_file import HEAD_ALONE, SUFFIX, Blocks, GgufFile, gguf_file, open_gguf, open_parts
 from ..formats.hub import Repository, cached_snapshot, looks_like_repo
 from ..kinds.limits import WIDEST_HEAD
 from ..text.ends import all_ends
@@ -34,10 +34,11 @@ HUB = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+)/?")
 TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 
 
-def describe(path: Path, tokenizer: Path | None = None) -> Path | None:
+def describe(path: Path, tokenizer: Path | None = None, elsewhere: Sequence[Path] = ()) -> Path | None:
     """The model directory of the GGUF that `path` is or holds; None: there is none.
 
     Args:
+        elsewhere: as for `open_gguf`.
         tokenizer: the directory of the tokenizer's files; None: that of the GGUF, if it has some, else its metadata.
 
     Raises:
@@ -47,11 +48,11 @@ def describe(path: Path, tokenizer: Path | None = None) -> Path | None:
     first = gguf_file(path)
     if first is None:
         return None
-    whole = open_gguf(first.absolute())
+    whole = open_gguf(first.absolute(), [one.absolute() for one in elsewhere])
     named = hashlib.sha256(f"{whole.files[0]}\n{tokenizer or ''}".encode()).hexdigest()[:16]
     folder = kept_files() / "gguf" / f"{first.stem}-{named}"
     config = {**_config(whole), KEY: list(map(str, whole.files))}
-    beside = tokenizer or base_tokenizer(first) or first.parent
+    beside = tokenizer or base_tokenizer(first, elsewhere=elsewhere) or first.parent
     files = dict(_small_files(whole, beside, is_given=tokenizer is not None))
     files["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
     try:
@@ -102,15 +103,16 @@ def tokenizer_folder(tokenizer: str | Path | None) -> Path | None:
     return Repository.look_up(str(tokenizer)).snapshot(list(COPIED))
 
 
-def base_tokenizer(first: Path, download: bool = False) -> Path | None:
+def base_tokenizer(first: Path, download: bool = False, elsewhere: Sequence[Path] = ()) -> Path | None:
     """The directory in the Hub's cache with the tokenizer's files of the model that a GGUF was made from; None: there
     are files beside the GGUF, it does not name the model, or they are not in the cache.
 
     Args:
         first: the first file of the GGUF.
         download: whether they are downloaded, if the Hub has them.
+        elsewhere: as for `open_gguf`.
     """
-    url = open_gguf(first).metadata.get("general.base_model.0.repo_url")
+    url = open_gguf(first, elsewhere).metadata.get("general.base_model.0.repo_url")
     match = HUB.fullmatch(url) if isinstance(url, str) else None
     if match is None or _has_vocabulary(first.parent):
         return None
@@ -128,11 +130,9 @@ def described_files(folder: Path) -> tuple[Path, ...]:
     return tuple(map(Path, stated)) if isinstance(stated, list) else ()
 
 
-def open_described(folder: Path, first: Path, config: JsonDict) -> Checkpoint:
-    """The GGUF, of which `first` is the first file, by the directory that describes it; `config` is that of a model
-    that runs.
-    """
-    whole = open_gguf(first)
+def open_described(folder: Path, paths: Sequence[Path], config: JsonDict) -> Checkpoint:
+    """The GGUF in these files, by the directory that describes it; `config` is that of a model that runs."""
+    whole = open_parts(paths)
     tensors: dict[str, Tensor] = {}
     for tensor in _tensors(whole, config):
         if tensor.name in tensors:
@@ -143,8 +143,27 @@ def open_described(folder: Path, first: Path, config: JsonDict) -> Checkpoint:
     return Checkpoint(folder, stated, _with_joined(tensors, family, read.layers), whole.files)
 
 
+def draft_tensors(whole: GgufFile) -> dict[str, Tensor]:
+    """{name in a checkpoint: tensor} of the draft heads in a GGUF, or else in the file `mtp-*.gguf` beside it.
+
+    Raises:
+        ConfigError, ModelFileError: there are several such files, or one is damaged, or of a model that is not read.
+    """
+    path = whole.files[0]
+    tensors = {one.name: one for one in _tensors(whole, _config(whole), of_heads=True)}
+    if tensors or HEAD_ALONE.match(path.name):
+        return tensors
+    beside = sorted(one for one in path.parent.glob(f"*{SUFFIX}") if HEAD_ALONE.match(one.name))
+    if len(beside) > 1:
+        names = ", ".join(one.name for one in beside)
+        raise ModelFileError(f"{path.parent} holds several draft heads: {names}; give one as --draft FILE")
+    return draft_tensors(open_gguf(beside[0])) if beside else {}
+
+
 def _family(whole: GgufFile) -> tuple[Metadata, GgufFamily]:
-    read = Metadata(whole.metadata, whole.tensors, _slowed(whole.tensors.get(SLOWED)))
+    blocks = slowed_blocks(whole)
+    slowed = dequantized(blocks).tolist() if blocks is not None else []
+    read = Metadata(whole.metadata, whole.tensors, slowed)
     if read.architecture not in GGUF:
         raise ConfigError(
             f"{whole.files[0]}: GGUF files of the architecture {read.architecture[:60]!a} are not read; read are "
@@ -153,14 +172,12 @@ def _family(whole: GgufFile) -> tuple[Metadata, GgufFamily]:
     return read, GGUF[read.architecture]
 
 
-def _slowed(blocks: Blocks | None) -> list[float]:
-    """The values of `rope_freqs.weight`."""
-    if blocks is None:
-        return []
-    if blocks.shape[-1] > WIDEST_HEAD or len(blocks.shape) > 1:
+def slowed_blocks(whole: GgufFile) -> Blocks | None:
+    """The tensor `rope_freqs.weight`, if there is one, whose values are part of the configuration."""
+    blocks = whole.tensors.get(SLOWED)
+    if blocks is not None and (blocks.shape[-1] > WIDEST_HEAD or len(blocks.shape) > 1):
         raise ModelFileError(f"{blocks.file}: tensor {SLOWED} has the shape {blocks.shape}, more than any head has")
-    values: list[float] = dequantized(blocks).tolist()
-    return values
+    return blocks
 
 
 def _config(whole: GgufFile) -> dict[str, Any]:
@@ -172,15 +189,17 @@ def _config(whole: GgufFile) -> dict[str, Any]:
     return {**config, "tie_word_embeddings": "output.weight" not in whole.tensors}
 
 
-def _tensors(whole: GgufFile, config: JsonDict) -> Iterator[Tensor]:
-    """The tensors of the model under their names in a checkpoint; those of draft heads are left out."""
+def _tensors(whole: GgufFile, config: JsonDict, of_heads: bool = False) -> Iterator[Tensor]:
+    """The tensors of the model, or those of its draft heads, under their names in a checkpoint."""
     read, family = _family(whole)
     for blocks in whole.tensors.values():
         layer, name = renamed_tensor(blocks.name, family, whole.tensors)
-        if blocks.name == SLOWED or layer is not None and layer >= read.layers:
+        if blocks.name == SLOWED or (layer is not None and layer >= read.layers) != of_heads:
             continue
         inner = name.removeprefix(f"{family.stem}{layer}.")
         yield as_tensor(blocks, name, family.change(config, inner, blocks.shape))
+        if (ones := family.ones(name, blocks.shape[-1])) is not None:
+            yield as_tensor(blocks, *ones)
 
 
 def _with_joined(tensors: dict[str, Tensor], family: GgufFamily, layers: int) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ..errors import ModelFileError
 from ..files import JsonDict
 from ..formats.checkpoint import Checkpoint, open_checkpoint, read_config, safetensors_files
 from ..formats.packed import STATE, is_packed
@@ -26,7 +25,7 @@ class Located:
 
     Attributes:
         path: the directory.
-        shards_in: other directories in which a checkpoint's safetensors files may lie.
+        shards_in: other directories in which a checkpoint's files may lie.
     """
 
     path: Path
@@ -94,8 +93,5 @@ def open_source(located: Located) -> Checkpoint:
     """A checkpoint, or the GGUF that the directory describes; as `open_checkpoint`."""
     if not located.gguf:
         return open_checkpoint(located.path, located.shards_in)
-    first = located.gguf[0]
-    if located.shards_in:
-        raise ModelFileError(f"--shards-in is for safetensors files; the files of {first} must lie in one directory")
     located.args  # noqa: B018  (checked before anything is made of a number of the file)
-    return open_described(located.path, first, located.config)
+    return open_described(located.path, located.gguf, located.config)

@@ -1,6 +1,6 @@
 """Stores what llama.cpp's converter makes of the tiny checkpoints of `tests/support/goldens.py`.
 
-    PYTHONPATH=$LLAMA:$LLAMA/gguf-py python scripts/goldens/make_gguf_goldens.py [--only FAMILY ...]
+    PYTHONPATH=$LLAMA:$LLAMA/gguf-py python scripts/goldens/make_gguf_goldens.py [--only [heads/]FAMILY ...]
 
 LLAMA is the folder of llama.cpp (`vendor/llama.cpp`) in the source distribution of llama-cpp-python 0.3.36. Its
 converter needs torch and transformers.
@@ -43,7 +43,7 @@ def tags(weights):
         places = 4.0 * np.arange(first, first + array.size).reshape(array.shape)
         first += array.size
         made[name] = np.log(places).astype(np.float32) if name.endswith("A_log") else places.astype(np.float32)
-        if name.endswith(goldens.INTEGERS):
+        if name.endswith((*goldens.INTEGERS, *converted_gguf.ONES)):
             made[name] = array
         elif name.endswith("tid2eid"):
             made[name] = places.astype(np.int64)
@@ -61,10 +61,11 @@ def converted(family, weights, file):
         }
         goldens.write_safetensors(Path(folder) / "model.safetensors", tensors)
         hparams = converted_gguf.config(family)
-        if family not in AS_PUBLISHED:
+        if family.removeprefix(converted_gguf.HEAD) not in AS_PUBLISHED:
             hparams = ModelBase.load_hparams(Path(folder), False)
         architecture = get_model_architecture(hparams, ModelType.TEXT)
         kind = get_model_class(architecture)
+        kind.mtp_only = family.startswith(converted_gguf.HEAD)
         kind.set_vocab = lambda self: None
         kind._write_mxfp4_expert_tensor = _write_experts
         with torch.inference_mode():
@@ -151,7 +152,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="the families; otherwise those that are stored")
     arguments = parser.parse_args()
-    for family in arguments.only or sorted(path.stem for path in OUT.glob("*.json")):
+    of_heads = (converted_gguf.HEAD + family for family in converted_gguf.HEADED)
+    for family in arguments.only or (*converted_gguf.FAMILIES, *of_heads):
         store(family)
 
 

@@ -1,6 +1,7 @@
 """GGUF models: values as the `gguf` package computes them, in place and converted, and refusals."""
 
 import json
+import shutil
 
 import goldens
 import mlx.core as mx
@@ -10,6 +11,7 @@ import pytest
 from minmax import convert
 from tiny_models import on_cpu
 
+from moeflux_mlx import plan as plan_command
 from moeflux_mlx.convert import main as convert_main
 from moeflux_mlx.errors import ConfigError, ModelFileError, NotPackedError, RequestError
 from moeflux_mlx.formats.gguf_file import open_gguf
@@ -321,6 +323,25 @@ def refusal(tmp_path, error, types=MIXED, keys=None, opens=load_model):
 def test_shards_elsewhere_are_refused(tmp_path):
     said = refusal(tmp_path, ModelFileError, opens=lambda path: load_model(path, shards_in=[tmp_path]))
     assert "--shards-in is for safetensors files" in said
+
+
+def test_the_parts_of_a_split_file_on_several_drives(tmp_path):
+    """The model's bits, also from a part beside which the first one does not lie."""
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    for folder in (whole, other, tmp_path / "empty"):
+        folder.mkdir()
+    gguf_models.write_gguf(whole / "m.gguf", "qwen3_moe", mixed(MIXED), split_max_tensors=12)
+    parts, tokens = sorted(whole.iterdir()), mx.array([[3, 1, 4, 1, 5]])
+    assert len(parts) > 3
+    wanted = load_model(parts[0], expert_io="pread")(tokens)
+    moved = [shutil.move(part, other / part.name) for part in parts[::2]]
+    for path, shards_in in ((moved[0], [whole]), (parts[1], [tmp_path / "empty", other])):
+        assert mx.array_equal(load_model(path, expert_io="pread", shards_in=shards_in)(tokens), wanted)
+    assert plan_command.main(["--model", str(moved[0]), "--shards-in", str(whole)]) == 0
+    with pytest.raises(ModelFileError, match=rf"{parts[1].name} does not exist, nor is it in \S+/empty; .* part 2 "):
+        load_model(moved[0], shards_in=[tmp_path / "empty"])
+    with pytest.raises(ModelFileError, match=f"{parts[1].name} does not exist; .* its directory with --shards-in"):
+        load_model(moved[0])
 
 
 def test_an_architecture_without_a_table_is_refused(tmp_path):

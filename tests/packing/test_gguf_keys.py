@@ -14,10 +14,11 @@ from test_gguf_families import LEAST, logits, type_of
 from tiny_models import on_cpu
 
 from moeflux_mlx.errors import ConfigError, ModelFileError
-from moeflux_mlx.families.gguf import Metadata
+from moeflux_mlx.families.gguf import Metadata, renamed_tensor
 from moeflux_mlx.families.gguf_keys import SLOWED, UNREAD
 from moeflux_mlx.families.gguf_rope import SCALING
-from moeflux_mlx.families.registry import GGUF
+from moeflux_mlx.families.names import canonical_name
+from moeflux_mlx.families.registry import FAMILIES, GGUF
 from moeflux_mlx.formats.gguf_file import open_gguf
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.packing.gguf_tensors import dequantized
@@ -35,7 +36,7 @@ NEWER = (
 )
 YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 512, "yarn_beta_fast": 8.0, "yarn_beta_slow": 1.0}
 # Some have another scaling, the others refuse YaRN, or rotate nothing.
-UNSCALED = ("llama4", "gemma4", "step35", "glm5-next", "kimi-linear", "nemotron_h_moe", "cohere2moe")
+UNSCALED = ("llama4", "gemma4", "step35", "glm5-next", "kimi-linear", "kimi-k3", "nemotron_h_moe", "cohere2moe")
 OF_YARN = {f"rope.scaling.{key}" for key in SCALING}
 ABSENT = (3, 0.5, True, False, "x", [3], [0.5], [True] * 99)  # values of a key that the file does not have
 ROTATING = ("rope.", "attention.sliding_window", "attention.scale", "softcapping", "_scale", "weights_norm", "epsilon")
@@ -141,6 +142,24 @@ def test_no_key_is_left_out(family):
             dropped.append(key)
     assert not dropped
     assert all(len(reason) > 20 for reason in (*UNREAD.values(), *GGUF[architecture].unread.values()))
+
+
+@pytest.mark.parametrize("family", gguf_models.ARCHITECTURES)
+def test_no_tensor_is_left_out(family):
+    """Each has a name in the model, but for divisors of frequencies, which the configuration has. The model refuses a
+    name that it does not have, as below."""
+    architecture, metadata, tensors, slowed = described(family)
+    args = config_of(architecture, metadata, tensors, slowed)[1]
+    renames, layers = FAMILIES[args.model_type].renames_of(args.layers), args.num_hidden_layers
+    spelt = {name: renamed_tensor(name, GGUF[architecture], tensors)[1] for name in tensors}
+    assert {name for name, ours in spelt.items() if canonical_name(ours, layers, renames) is None} <= {SLOWED}
+
+
+def test_a_tensor_that_no_model_has_is_refused(tmp_path):
+    for name in ("blk.1.strange.weight", "blk.1.attn_q.strange", "strange.weight"):
+        written(tmp_path / "m.gguf", "qwen3_moe", {name: np.ones(4, np.float32)})
+        with pytest.raises(ModelFileError, match=r"tensor \S*strange\S* does not belong to this model"):
+            load_model(tmp_path / "m.gguf", **LEAST)
 
 
 def perturbed(architecture, metadata, tensors, slowed):

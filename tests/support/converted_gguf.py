@@ -8,6 +8,8 @@ Of each family `fixtures/gguf` has
     FAMILY.places.xz   of all tensors' values, one after the other: differences (int32) between the places that they
                        come from, among the values of the checkpoint's tensors in `order`
 
+`fixtures/gguf/heads` has the same of the files with a draft head alone that the converter makes with `--mtp`.
+
 Does not know: the package under test.
 """
 
@@ -17,10 +19,13 @@ import lzma
 import math
 
 import goldens
+import head_weights
 import numpy as np
 
 FOLDER = goldens.FIXTURES.parent / "gguf"
 FAMILIES = tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
+HEAD = "heads/"  # before a family's name: the file with its draft head alone
+HEADED = tuple(sorted(path.stem for path in FOLDER.glob(f"{HEAD}*.json")))
 # Changes of the tiny configurations: what the converter takes, and values for which GGUF has no keys. Models that they
 # change have no golden.
 FIELDS = {
@@ -32,6 +37,7 @@ FIELDS = {
     "nemotron_h_latent": {"time_step_limit": [0.0, math.inf], "max_position_embeddings": 1 << 20},
     "step3p5": {"rope_theta": [50.0, 1e4, 1e4, 1e4, 50.0, 1e4]},
     "kimi_linear": {"linear_attn_config": {"num_heads": 4}},
+    "kimi_k3": {"linear_attn_config": {"num_heads": 4}},
     "qwen4_exp": {"ple_layer_ids": [2]},
     "mellum": {
         "mlp_layer_types": ["sparse"] * 3,
@@ -40,11 +46,14 @@ FIELDS = {
     "dots1": {"scoring_func": "sigmoid", "max_window_layers": 3},
     "glm5_next": {"linear_attn_config": {"num_heads": 4}},
     "minimax_m3_vl": {"swiglu_limit": 7.0},
+    "hunyuan_v1_moe": {"rope_scaling": None, "rope_theta": 40780.69},  # the base that its scaling makes
 }
-HEADS = ("num_nextn_predict_layers",)  # numbers of draft heads, which are left out
+ONES = ("_res_norm.weight",)  # factors of products that the converter stores; other values have no places
+HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # numbers of draft heads
 # The converter's name of a model, where the tiny configuration has another.
-ARCHITECTURES = {"hy_v4_vl": "HYV4ForCausalLM"}
-GOLDEN = tuple(family for family in FAMILIES if family not in FIELDS and family != "sarvam_moe")
+ARCHITECTURES = {"hy_v4_vl": "HYV4ForCausalLM", "kimi_k3": "KimiK3ForConditionalGeneration"}
+CHANGED = set(FIELDS) - {"hunyuan_v1_moe"} | {"sarvam_moe"}  # models that the changes make another one
+GOLDEN = tuple(family for family in FAMILIES if family not in CHANGED)
 # From values of a checkpoint to those of a GGUF, and back.
 CHANGES = {
     "same": (lambda w: w, lambda v: v),
@@ -63,11 +72,12 @@ def recipe(family):
 
 
 def config(family):
-    """Returns config.json of the checkpoint that was converted, which has no draft heads."""
+    """Returns config.json of the checkpoint that was converted, which has a draft head where that is its file."""
+    count, family = int(family.startswith(HEAD)), family.removeprefix(HEAD)
     whole = goldens.config(family)
     text = whole.get("text_config", whole)
     whole["architectures"] = [ARCHITECTURES.get(family, whole["architectures"][0])]
-    _change(text, {name: 0 for name in HEADS if name in text} | FIELDS.get(family, {}))
+    _change(text, {name: count for name in HEADS if count or name in text} | FIELDS.get(family, {}))
     return whole
 
 
@@ -90,9 +100,10 @@ def weights_of(family, tensors):
     if family == "deepseek_v4":  # the longer blocks, of the published length
         longer = {name: np.resize(array, (128, 64)) for name, array in tensors.items() if array.shape == (16, 64)}
         return tensors | longer
-    if family in ("glm5_next", "kimi_linear"):
+    if family in ("glm5_next", "kimi_linear", "kimi_k3"):
         modules = {name.removesuffix("A_log") for name in tensors if name.endswith("A_log")}
-        return {name: _more_heads(name, array, modules) for name, array in tensors.items()}
+        made = {name: _more_heads(name, array, modules) for name, array in tensors.items()}
+        return {name: np.ones_like(array) if name.endswith(ONES) else array for name, array in made.items()}
     if family == "sarvam_moe":
         return {name: _zero_mean(array) if name.endswith("expert_bias") else array for name, array in tensors.items()}
     return tensors
@@ -112,13 +123,18 @@ def _more_heads(name, array, modules):
     if f"{module}self_attn." not in modules or leaf.startswith(("f_a", "g_a", "o_norm")):
         return array
     axis = 2 if array.ndim == 4 else int(leaf == "o_proj.weight")
+    if array.shape[axis] % 3:  # K3 has more values of A_log than heads
+        return array
     first = np.split(array, 3, axis)[0]
     return np.concatenate([array, np.flip(first, axis)], axis)
 
 
 def hub_weights(family):
     """Returns the weights before any quantisation."""
-    return weights_of(family, {name: goldens.as_float(t) for name, t in goldens.hub_tensors(family).items()})
+    tensors = goldens.hub_tensors(family.removeprefix(HEAD))
+    if family.startswith(HEAD):
+        tensors = tensors | head_weights.head_tensors(family.removeprefix(HEAD))
+    return weights_of(family.removeprefix(HEAD), {name: goldens.as_float(one) for name, one in tensors.items()})
 
 
 def golden_weights(family):

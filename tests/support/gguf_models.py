@@ -299,6 +299,24 @@ def _write_metadata(writer, family):
             writer.add_key_value(key, value, *(gguf.GGUFValueType[kind] for kind in kinds))
 
 
+def write_head(path, family, type_of):
+    """Writes a draft head alone, with types as `write_gguf`."""
+    head = converted_gguf.HEAD + family
+    writer = gguf.GGUFWriter(str(path), ARCHITECTURES[family])
+    _write_tokenizer(writer, goldens.text_config(family)["vocab_size"])
+    _write_metadata(writer, head)
+    for seed, (name, _, array, *_) in enumerate(converted_gguf.pieces(head, converted_gguf.hub_weights(head))):
+        _add(writer, name, array, type_of, seed)
+    _finish(writer)
+
+
+def head_block(family):
+    """Returns {name: float32 array} of a draft head's tensors alone."""
+    head = converted_gguf.HEAD + family
+    pieces = converted_gguf.pieces(head, converted_gguf.hub_weights(head))
+    return {name: array for name, _, array, *_ in pieces if name.startswith("blk.")}
+
+
 def write_golden(path, family):
     """Writes the model with the weights of its golden: experts in Q4_1, which has them without a loss, others in
     float32."""

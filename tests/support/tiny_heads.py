@@ -1,6 +1,4 @@
-"""Tiny random checkpoints that have a draft head, and what such a head computes, in numpy.
-
-A head has the tensors of the model's last layer with attention, drawn anew, and four of its own. `drafted` follows
+"""Tiny random checkpoints that have a draft head, and what such a head computes, in numpy. `drafted` follows
 DeepSeek-V3 (arXiv:2412.19437, section 2.2) and Qwen's head in vLLM (`qwen3_next_mtp.py`), which takes hidden states
 after the model's last norm.
 """
@@ -12,47 +10,11 @@ from pathlib import Path
 import goldens
 import numpy as np
 import oracle
+from head_weights import LAYERED, head_tensors, names_of
 from minmax import convert
 from tiny_models import on_cpu, write_tokenizer
 
 HEADED = ("qwen3_next", "qwen3_moe", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "glm5_next")
-LAYERED = ("deepseek_v3", "glm4_moe", "glm5_next")  # families whose head is one additional layer
-
-
-def head_tensors(family):
-    """{hub name: Tensor}"""
-    c, tensors = goldens.text_config(family), goldens.hub_tensors(family)
-    layer = max(i for i in range(c["num_hidden_layers"]) if _of(family, i) + "self_attn.o_proj.weight" in tensors)
-    start, D = _of(family, layer), c["hidden_size"]
-    norm = "centred_norm" if oracle.norm_offset(c) else "norm"
-    names = _names(family)
-    specs = {
-        names[""] + name.removeprefix(start): (array.shape, _kind(name, norm))
-        for name, (_, array) in tensors.items()
-        if name.startswith(start) and ".hc_" not in name
-    }
-    specs |= {names[own] + "weight": ((D,), norm) for own in ("model.norm.", "enorm.", "hnorm.")}
-    specs[names["fc."] + "weight"] = ((D, 2 * D), "linear")
-    return {name: goldens._draw(f"{family}/{name}", family, *spec) for name, spec in specs.items()}
-
-
-def _of(family, layer):
-    return f"{goldens._root(family)}layers.{layer}."
-
-
-def _names(family):
-    if family not in LAYERED:
-        own = {"model.norm.": "norm.", "enorm.": "pre_fc_norm_embedding.", "hnorm.": "pre_fc_norm_hidden."}
-        return {"": "mtp.layers.0.", "fc.": "mtp.fc.", **{name: "mtp." + theirs for name, theirs in own.items()}}
-    start = _of(family, goldens.text_config(family)["num_hidden_layers"])
-    own = {"model.norm.": "shared_head.norm.", "enorm.": "enorm.", "hnorm.": "hnorm.", "fc.": "eh_proj."}
-    return {"": start, **{name: start + theirs for name, theirs in own.items()}}
-
-
-def _kind(name, norm):
-    kinds = {"q_a_layernorm.weight": "norm", "norm.weight": norm, "correction_bias": "correction_bias"}
-    kinds |= {".gate.weight": "router", ".bias": "bias"}
-    return next((kind for end, kind in kinds.items() if name.endswith(end)), "linear")
 
 
 def write_headed(path, family, variant="hub", head=None):
@@ -82,7 +44,7 @@ def headed_directory(family):
 def weights(family):
     """Returns {our name: float64 array} of the head as it is loaded: routed experts in 4 bits, other matrices in 8, and
     the rest unchanged."""
-    names, result = _names(family), {}
+    names, result = names_of(family), {}
     for name, tensor in head_tensors(family).items():
         ours = next(own for own, theirs in sorted(names.items(), reverse=True) if name.startswith(theirs))
         result[ours + name.removeprefix(names[ours])] = _dequantised(family, name, goldens.as_float(tensor))
