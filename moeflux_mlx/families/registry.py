@@ -2,6 +2,7 @@
 
 from . import (
     afmoe,
+    axk2,
     bailing,
     beam,
     cohere,
@@ -80,6 +81,7 @@ FAMILIES: dict[str, Family] = {
     **mellum.FAMILIES,
     **dots1.FAMILIES,
     **k2_horizon.FAMILIES,
+    **axk2.FAMILIES,
 }
 
 GGUF: dict[str, GgufFamily] = {

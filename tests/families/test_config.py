@@ -106,6 +106,7 @@ SIZES = {
     "dots1-142b-a14b": (9732096, 1245708288, 61, 70.77),
     "k2-horizon-mova-36b-a4b": (3325952, 332595200, 45, 13.94),
     "hunyuan-a13b-80b": (21233664, 1358954496, 32, 40.5),
+    "a.x-k2-light-20b": (1769472, 226492416, 47, 9.91),
     "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
 }
 
@@ -297,6 +298,8 @@ def test_unknown_storage_names_its_module(entry):
         ("sarvam-105b", {"score_function": "softmax"}, "'score_function' is 'softmax'"),
         ("sarvam-105b", {"rope_interleave": False}, "'rope_interleave' is False"),
         ("mellum-2-12b-a2.5b", {"use_sliding_window": False}, "'use_sliding_window' is False; only True"),
+        ("a.x-k2-light-20b", {"gated_norm_rank": 0}, "'gated_norm_rank' is 0"),
+        ("a.x-k2-light-20b", {"q_lora_rank": None}, "q_lora_rank is missing"),
         ("hunyuan-a13b-80b", {"use_cla": True}, "'use_cla' is True"),
         ("k2-horizon-mova-36b-a4b", {"num_experts": 0}, "a dense K2 Horizon model"),
         ("k2-horizon-mova-36b-a4b", {"attention_gate_func": "silu"}, "'attention_gate_func' is 'silu'"),

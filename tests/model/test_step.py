@@ -126,6 +126,7 @@ def plain_model(family):
                 "cohere2_moe",
                 "longcat_flash",
                 "mistral_large4",
+                "axk2",
             ]
         ),
         ["native", "plain"],

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...kinds import QueryFactor
 from ...ops import backend, gpu_time, native
-from ...ops.backend import AnyArray, Array, kernels_take, stack, view
+from ...ops.backend import AnyArray, Array, kernels_take, library_of, stack, view
 from ...ops.causal_parts import in_parts
 from ...ops.elementwise import split
 from ...ops.forms import Form, StoredForm, is_read, stored_template
@@ -129,6 +129,11 @@ class Up(NamedTuple):
 
     weights: Weights
     norm: Norm
+
+
+def beside_normed(x: Array, norm: Norm) -> AnyArray:
+    """[..., 2 N] of x [..., N]: norm(x), and behind it x."""
+    return library_of(x).concatenate([norm(x), x], axis=-1)
 
 
 @dataclass(frozen=True)

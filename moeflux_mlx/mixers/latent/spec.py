@@ -17,8 +17,10 @@ class Latent(Mixer):
 
     Queries come from a normed latent of `q_latent` values; None: directly from the hidden state. Without a `rotation`
     there is no rotated key. `indexer`, or that of `blocks`, chooses the positions or blocks that a token attends to;
-    None: all. `norm_eps`: epsilon of the norms of both latents. `gate`: a projection (`g_proj`) makes a gate for each
-    value ("sigmoid") or for each head ("sigmoid head"), whose sigmoid multiplies the value or the head's result.
+    None: all. `norm_eps`: epsilon of the norms of both latents. `takes_both`: queries come from the normed latent and,
+    behind it, the latent itself, and so do gates for each value, whose sigmoid multiplies the value. `gate`: a
+    projection (`g_proj`) makes a gate for each value ("sigmoid") or for each head ("sigmoid head"), whose sigmoid
+    multiplies the value or the head's result.
     `sinks`: whether each head has a learned logit in the softmax's denominator. `query_gain`, `latent_gain`: factors of
     the queries, and of the normed latent of keys and values. `grows`: the queries of each head, and those of the
     indexer, are multiplied by a learned scale times log(position + 1), plus a learned bias. `shares`: later layers use
@@ -37,6 +39,7 @@ class Latent(Mixer):
     blocks: KeyBlocks | None = None
     norm_eps: float = 1e-6
     gate: Literal["sigmoid", "sigmoid head"] | None = None
+    takes_both: bool = False
     sinks: bool = False
     query_gain: float = 1.0
     latent_gain: float = 1.0
@@ -56,6 +59,8 @@ class Latent(Mixer):
         check_head(self.head_dim, self.rotation)
         check_width("num_attention_heads * head_dim", self.heads * self.head_dim)
         check_width("num_attention_heads * (qk_nope_head_dim + v_head_dim)", self.heads * (self.nope + self.value))
+        if self.takes_both and self.q_latent:
+            check_width("2 * q_lora_rank", 2 * self.q_latent)
         check_width("kv_lora_rank + qk_rope_head_dim", self.latent + self.rotated)
         if self.scorer is not None:
             self._check_indexer(self.scorer)
@@ -112,7 +117,8 @@ class Latent(Mixer):
         chooses = self.seeing_all(0, positions) < positions
         chosen = self.rule.temporaries(tokens, positions) if self.rule and chooses else 0
         expanded = self.heads * self._expanded(positions) * (self.head_dim + self.value)
-        return expanded + 3 * self.heads * tokens * self.head_dim + chosen
+        gates = self.heads * self.value if self.takes_both else 0
+        return expanded + tokens * (3 * self.heads * self.head_dim + 2 * gates) + chosen
 
     def scores(self, tokens: int, positions: int) -> int:
         """Two sums of scores of all heads."""
@@ -136,7 +142,8 @@ class Latent(Mixer):
     def own_operations(self, tokens: int) -> float:
         """Those of the queries from their latent."""
         index = self.indexer.heads * self.indexer.dim if self.indexer else 0
-        return product_operations(tokens, self.q_latent or 0, self.heads * self.head_dim + index)
+        gates = self.heads * (2 * self.value + self.head_dim) if self.takes_both else 0
+        return product_operations(tokens, self.q_latent or 0, self.heads * self.head_dim + gates + index)
 
     def attended(self, tokens: int) -> float:
         """Those of scores, and of sums weighed by them; `scores` counts two sums."""
