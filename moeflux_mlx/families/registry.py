@@ -10,6 +10,7 @@ from . import (
     deepseek_v4,
     deepseek_v41,
     dots1,
+    dots3_note,
     ernie,
     exaone,
     flint,
@@ -82,6 +83,7 @@ FAMILIES: dict[str, Family] = {
     **dots1.FAMILIES,
     **k2_horizon.FAMILIES,
     **axk2.FAMILIES,
+    **dots3_note.FAMILIES,
 }
 
 GGUF: dict[str, GgufFamily] = {

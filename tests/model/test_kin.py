@@ -267,6 +267,9 @@ IGNORED = [
     ("hunyuan_v1_moe", {"moe_topk": 2}),
     *(("k2_horizon", {name: value}) for name, value in (("layernorm_num_groups", 1), ("router_scaling_factor", 1.0))),
     *(("k2_horizon", {name: value}) for name, value in (("mova_num_experts_per_tok", 2), ("rms_norm_eps", None))),
+    *(("dots3_note", {name: value}) for name, value in (("sliding_window", 8), ("swa_rope_theta", None))),
+    *(("dots3_note", {name: value}) for name, value in (("rope_theta", 500), ("index_topk", 13))),
+    *(("dots3_note", {name: value}) for name, value in (("rms_norm_eps", None), ("routed_scaling_factor", None))),
     *(("axk2", {name: value}) for name, value in (("index_topk", 13), ("indexer_rope_interleave", True))),
     *(("axk2", {name: value}) for name, value in (("rms_norm_eps", None), ("rope_parameters", {"rope_theta": 1e5}))),
     ("lfm2_moe", {"norm_eps": None}),
@@ -331,7 +334,7 @@ BIASED += (
     "hy_v4_vl",
 )
 BIASED += ("kimi_k3", "sarvam_moe", "sarvam_mla", "dots1")
-BIASED += ("deepseek_v41", "longcat_flash", "k2_horizon", "axk2")
+BIASED += ("deepseek_v41", "longcat_flash", "k2_horizon", "axk2", "dots3_note")
 
 
 @pytest.mark.parametrize("family", BIASED)
@@ -641,6 +644,29 @@ def test_mistakes_in_axk2(monkeypatch, mistake):
         AXK2[mistake](layer, monkeypatch)
         layer.self_attn.arrange()
     assert error(model, "axk2") > 10 * TOLERANCE
+
+
+# Parts of a dots3-note layer that an implementation may leave out or place wrongly.
+DOTS3_NOTE = {
+    "rotated keys that are not normed": lambda layer: setattr(layer.self_attn, "k_rope_norm", lambda keys: keys),
+    "no gain of queries": lambda layer: setattr(layer.self_attn, "scale", layer.self_attn.mixer.head_dim**-0.5),
+    "no gain of latents": lambda layer: (_switch_mixer(layer, latent_gain=1.0), layer.self_attn.arrange()),
+    "no gates": lambda layer: setattr(
+        layer.self_attn, "end", lambda out, parts, x: layer.self_attn.o_proj(out, residual=x)
+    ),
+    "pairs by halves": lambda layer: setattr(
+        layer.self_attn, "rope", Rope(replace(layer.self_attn.mixer.rotation, interleaved=False))
+    ),
+    "index keys and queries with pairs by halves": lambda layer: _in_indexer(
+        layer, rope=Rope(replace(layer.self_attn.mixer.rotation, interleaved=False))
+    ),
+    "a window of one position more": lambda layer: _switch_mixer(layer, window=layer.self_attn.mixer.window and 10),
+}
+
+
+@pytest.mark.parametrize("mistake", DOTS3_NOTE)
+def test_mistakes_in_dots3_note(mistake):
+    assert error_after(DOTS3_NOTE[mistake], "dots3_note") > 10 * TOLERANCE
 
 
 def test_norms_before_a_rotation_that_the_family_has_behind_it():

@@ -127,6 +127,7 @@ def plain_model(family):
                 "longcat_flash",
                 "mistral_large4",
                 "axk2",
+                "dots3_note",
             ]
         ),
         ["native", "plain"],

@@ -10,8 +10,8 @@ import mlx.nn as nn
 
 from ...layers import Caches, Linear, MixerModule, RMSNorm, Stack, Weight, normed_with_weights
 from ...ops import backend
-from ...ops.backend import AnyArray, Array
-from ...ops.elementwise import float32, gated
+from ...ops.backend import AnyArray, Array, library_of
+from ...ops.elementwise import float32, gated, split
 from ...ops.index import Projections
 from ...ops.matrix import part_of_heads, parts_of
 from ...ops.norm import ConstantNorm, Norm
@@ -54,6 +54,8 @@ class MLA(MixerModule):
         if not mixer.borrows:
             self.kv_a_proj_with_mqa = Linear(hidden_size, self.latent + mixer.rotated)
         self.kv_a_layernorm = RMSNorm(self.latent, mixer.norm_eps)
+        if mixer.key_norm:
+            self.k_rope_norm = RMSNorm(mixer.rotated, mixer.norm_eps)
         if split_latent:
             self.embed_q = Weight(self.heads, self.latent, self.nope)
             self.unembed_out = Weight(self.heads, mixer.value, self.latent)
@@ -118,9 +120,18 @@ class MLA(MixerModule):
     def mix(self, parts: Sequence[Array], caches: Caches, *more: Chosen | None) -> Array:
         _, (q, kv, *_) = self._inputs.parted(parts)
         self._show(kv)
+        kv = self._with_normed_key(kv)
         around: Any = {"norm": self._latent_norm, "rope": self.rope, "scale": self.scale, "sinks": self.get("sinks")}
+        around["window"] = self.mixer.window
         q = self._queries_and_gates(parts)[0] if self.mixer.takes_both else q
         return attend_latent(q, kv, caches[0], self._queries(), self._key(), self._value(), **around)
+
+    def _with_normed_key(self, kv: Array) -> AnyArray:
+        """Latents and keys [B, L, N + R], with the keys normed if they have a norm."""
+        if not self.mixer.key_norm:
+            return kv
+        latents, keys = split(kv, self.latent)
+        return library_of(kv).concatenate([latents, self.k_rope_norm(keys)], axis=-1)
 
     def _queries(self) -> Queries:
         has_up = "q_b_proj" in self and not self.mixer.takes_both
@@ -236,7 +247,7 @@ class IndexedMLA(MLA):
     def _mix(self, parts: Sequence[Array], caches: Caches, chosen: Chosen) -> Array:
         q, *others = cast(list[Any], self._outputs(parts))
         own = caches[0]
-        kv = self._latents(others, chosen)
+        kv = self._with_normed_key(self._latents(others, chosen))
         made = None if self.rule.reuses else self._scored(q, others[-1], parts, own)
         self._show(kv)
         q = self._queries_and_gates(parts)[0] if self.mixer.takes_both else q
@@ -320,5 +331,6 @@ def make_module(mixer: Latent, hidden_size: int, eps: float, forms: frozenset[st
     kind = PooledMLA if mixer.blocks else MLA if mixer.indexer is None else IndexedMLA
     is_gated = mixer.gate or mixer.sinks or mixer.takes_both
     assert kind is not PooledMLA or not is_gated, "no family has gates or sinks and blocks"
+    assert kind is MLA or mixer.window is None, "no family has a window and an indexer"
     assert kind is IndexedMLA or not (mixer.grows or mixer.shares or mixer.borrows), "no family has these without"
     return kind(mixer, hidden_size, "embed_q" in forms)
