@@ -14,7 +14,7 @@ from .kinds import SILU, Activation, Residual
 from .ops import backend
 from .ops.add_normed import Pair, add_normed
 from .ops.backend import AnyArray, Array
-from .ops.elementwise import activate, plus, scaled, softcap, split
+from .ops.elementwise import activate, gated, plus, scaled, softcap, split
 from .ops.launch import ArrayPiece, pack
 from .ops.linear import embed, linear
 from .ops.norm import Norm, layer_norm, rms_norm
@@ -275,8 +275,23 @@ class GroupNorm(nn.Module):
         return scaled(parts.reshape(x.shape), self.weight)
 
 
-def norm_of(residual: Residual, dims: int, eps: float) -> RMSNorm | LayerNorm | GroupNorm:
-    """A norm of such a stream."""
+class GatedNorm(nn.Module):
+    """y = norm(x), times sigmoid(up(silu(down(y))))."""
+
+    def __init__(self, dims: int, eps: float, rank: int):
+        super().__init__()
+        self.norm, self.down_proj, self.up_proj = RMSNorm(dims, eps), Linear(dims, rank), Linear(rank, dims)
+
+    def __call__(self, x: Array) -> Array:
+        normed = self.norm(x)
+        low = self.down_proj(normed)
+        return gated(normed, self.up_proj(gated(low, low, "sigmoid")), "sigmoid")
+
+
+def norm_of(residual: Residual, dims: int, eps: float, rank: int = 0) -> RMSNorm | LayerNorm | GroupNorm | GatedNorm:
+    """A norm of such a stream; `rank`: of its gates, 0: it has none."""
+    if rank:
+        return GatedNorm(dims, eps, rank)
     if residual.norm_groups > 1:
         return GroupNorm(dims, eps, residual.norm_groups)
     return LayerNorm(dims, eps, has_bias=False) if residual.centred else RMSNorm(dims, eps)

@@ -33,7 +33,7 @@ def _deepseek_v3(read: Fields) -> JsonDict:
     return {**common(read), "layers": layers(read, mixers, noaux_experts(read), after_dense_layers(read))}
 
 
-def _indexed(read: Fields, interleaved: bool) -> JsonDict:
+def indexed(read: Fields, interleaved: bool) -> JsonDict:
     """DeepSeek-V3 with indexers, whose rotation is `interleaved` unless a field says otherwise."""
     args, attention = _deepseek_v3(read), latent_attention(read)
     own = Indexer(
@@ -90,8 +90,8 @@ RENAMES = (
 )
 TYPES = ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "joyai_llm_flash")
 FAMILIES = dict.fromkeys(TYPES, Family(_deepseek_v3, renames=RENAMES, head=NEXT_LAYER)) | {
-    "deepseek_v32": Family(lambda read: _indexed(read, interleaved=False), renames=RENAMES, head=NEXT_LAYER),
-    "glm_moe_dsa": Family(lambda read: _indexed(read, interleaved=True), renames=RENAMES, head=NEXT_LAYER),
+    "deepseek_v32": Family(lambda read: indexed(read, interleaved=False), renames=RENAMES, head=NEXT_LAYER),
+    "glm_moe_dsa": Family(lambda read: indexed(read, interleaved=True), renames=RENAMES, head=NEXT_LAYER),
 }
 
 

@@ -29,7 +29,7 @@ def mflx_of(mixer: Mixer) -> Mflx | None:
         is_plain = mixer.window is None and mixer.value_width == mixer.head_dim and mixer.blocks is None
         return Mflx() if is_plain else None
     if isinstance(mixer, Latent):
-        is_whole = mixer.indexer is None and mixer.blocks is None
+        is_whole = mixer.indexer is None and mixer.blocks is None and mixer.window is None
         return Mflx(latent=mixer.latent, rotated=mixer.rotated) if is_whole else None
     if isinstance(mixer, Delta | Mamba2) and mixer.ngrams is None:
         return Mflx(conv=math.prod(mixer.conv_shape), state=math.prod(mixer.state_shape))

@@ -2,6 +2,7 @@
 
 from . import (
     afmoe,
+    axk2,
     bailing,
     beam,
     cohere,
@@ -9,6 +10,7 @@ from . import (
     deepseek_v4,
     deepseek_v41,
     dots1,
+    dots3_note,
     ernie,
     exaone,
     flint,
@@ -80,6 +82,8 @@ FAMILIES: dict[str, Family] = {
     **mellum.FAMILIES,
     **dots1.FAMILIES,
     **k2_horizon.FAMILIES,
+    **axk2.FAMILIES,
+    **dots3_note.FAMILIES,
 }
 
 GGUF: dict[str, GgufFamily] = {

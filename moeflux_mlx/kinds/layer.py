@@ -23,6 +23,8 @@ class Residual:
     and multiplies the epsilon of these norms by n. `parallel`: both parts take the same normed stream, and both outputs
     are added to it: out = x + mixer(norm(x)) + feed_forward(norm(x)). `centred`: norms of the stream also take its mean
     away (arXiv:1607.06450). `norm_groups`: norms of the stream take each of so many equal parts of it by itself.
+    `gate_rank`: the norms before mixers and experts multiply each value of their result by the sigmoid of a gate, which
+    two matrices make of the result through so many values; 0: they have no gates.
     """
 
     scale: float = 1.0
@@ -33,11 +35,12 @@ class Residual:
     parallel: bool = False
     centred: bool = False
     norm_groups: int = 1
+    gate_rank: int = 0
 
     @property
     def adds_itself(self) -> bool:
         """Whether its norms are computed by themselves, and the feed-forward part's output is added by itself."""
-        return self.parallel or self.norm_groups > 1
+        return self.parallel or self.norm_groups > 1 or self.gate_rank > 0
 
     @property
     def streams(self) -> int:
@@ -65,4 +68,5 @@ class LayerSpec:
     def widths(self) -> frozenset[int]:
         """The widths of the rows that its operations take."""
         parts = self.mixer, self.feed_forward, self.residual.connections
-        return frozenset(width for part in parts if part is not None for width in part.widths)
+        of_parts = frozenset(width for part in parts if part is not None for width in part.widths)
+        return of_parts | {self.residual.gate_rank}

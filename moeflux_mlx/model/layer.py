@@ -11,6 +11,7 @@ from ..caches.layer_cache import LayerCache
 from ..caches.stand_in import Traced
 from ..experts.routing import FromTables, Pieces, RoutedExpertsCall, as_share
 from ..experts.source import ExpertLoader
+from ..kinds import Experts
 from ..layers import Caches, MixerModule, OutputNorm, norm_of
 from ..mixers.registry import module_of
 from ..ops import backend
@@ -56,9 +57,10 @@ class DecoderLayer(nn.Module):
         connections = spec.residual.connections
         if connections is None or not connections.has_own_norm:
             before, behind = (spec.residual.eps(args.rms_norm_eps, 2 * layer + parts) for parts in (1, 2))
-            self.input_layernorm = norm_of(spec.residual, args.hidden_size, before)
+            self.input_layernorm = norm_of(spec.residual, args.hidden_size, before, spec.residual.gate_rank)
             if spec.feed_forward is not None and not spec.residual.parallel:
-                self.post_attention_layernorm = norm_of(spec.residual, args.hidden_size, behind)
+                rank = spec.residual.gate_rank if isinstance(spec.feed_forward, Experts) else 0
+                self.post_attention_layernorm = norm_of(spec.residual, args.hidden_size, behind, rank)
         if connections is not None:
             self.attn_hc, self.ffn_hc = (connection(connections, *sizes, layer) for _ in range(2))
             self.residual = SeveralStreams(self.mixer, self.get("input_layernorm"), self.attn_hc, self.ffn_hc)

@@ -106,6 +106,8 @@ SIZES = {
     "dots1-142b-a14b": (9732096, 1245708288, 61, 70.77),
     "k2-horizon-mova-36b-a4b": (3325952, 332595200, 45, 13.94),
     "hunyuan-a13b-80b": (21233664, 1358954496, 32, 40.5),
+    "dots3-note-prev-280b-a15b": (13271040, 3397386240, 45, 142.38),
+    "a.x-k2-light-20b": (1769472, 226492416, 47, 9.91),
     "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
 }
 
@@ -297,6 +299,11 @@ def test_unknown_storage_names_its_module(entry):
         ("sarvam-105b", {"score_function": "softmax"}, "'score_function' is 'softmax'"),
         ("sarvam-105b", {"rope_interleave": False}, "'rope_interleave' is False"),
         ("mellum-2-12b-a2.5b", {"use_sliding_window": False}, "'use_sliding_window' is False; only True"),
+        ("dots3-note-prev-280b-a15b", {"moe_layer_freq": 2}, "'moe_layer_freq' is 2"),
+        ("dots3-note-prev-280b-a15b", {"sliding_window": 0}, "'sliding_window' is 0"),
+        ("dots3-note-prev-280b-a15b", {"rope_scaling": {"type": "yarn"}}, "'rope_scaling' is"),
+        ("a.x-k2-light-20b", {"gated_norm_rank": 0}, "'gated_norm_rank' is 0"),
+        ("a.x-k2-light-20b", {"q_lora_rank": None}, "q_lora_rank is missing"),
         ("hunyuan-a13b-80b", {"use_cla": True}, "'use_cla' is True"),
         ("k2-horizon-mova-36b-a4b", {"num_experts": 0}, "a dense K2 Horizon model"),
         ("k2-horizon-mova-36b-a4b", {"attention_gate_func": "silu"}, "'attention_gate_func' is 'silu'"),
@@ -612,6 +619,17 @@ def test_biases_of_codes_are_not_those_of_a_choice():
         name: canonical_name(f"model.layers.3.{name}", 48, renames) for name in ("mlp.gate.bias", "mlp.gate.biases")
     }
     assert [name.rpartition("mlp.")[2] for name in ours.values()] == ["e_score_correction_bias", "gate.biases"]
+
+
+def test_defaults_of_dots3_note_are_those_of_transformers():
+    """Its published layers that see all positions have indexers, unless a field says that they have none."""
+    names = ("layer_types", "moe_layer_freq", "moe_shared_expert_intermediate_size", "sliding_window", "use_dsa")
+    config = config_of("dots3-note-prev-280b-a15b")
+    left_out = {n: v for n, v in config.items() if n not in names and not n.startswith("swa_")}
+    args = ModelArgs.from_dict(config)
+    assert ModelArgs.from_dict(left_out) == args and args.mixers[1].indexer and not args.mixers[2].indexer
+    dense = ModelArgs.from_dict({**config, "use_dsa": False})
+    assert [mixer.indexer for mixer in dense.mixers] == [None] * 46 and dense.mixers[2] == args.mixers[2]
 
 
 def test_defaults_of_llama_4_are_those_of_transformers():

@@ -28,7 +28,9 @@ from moeflux_mlx.ops.seen import Chosen
 
 FAMILIES = (*goldens.families(), "gpt_oss")
 CHOOSING = ("deepseek_v4", "deepseek_v41", "glm5_next", "glm_moe_dsa", "hy_v4", "minimax_m3_vl", "qwen4_exp")
+CHOOSING += ("axk2", "dots3_note")
 SLOW = ("deepseek_v4", "deepseek_v41", "glm5_next")  # MLX takes 25 s to compile hyper-connections for the CPU
+SLOW += ("axk2", "dots3_note")
 SOME_CHOOSING = [pytest.param(one, marks=marks(one not in SLOW)) for one in CHOOSING]
 
 
@@ -207,6 +209,8 @@ MOST |= {"deepseek_v41": 35, ("deepseek_v41", 1): 88, ("deepseek_v41", 3): 83}
 MOST |= {"kimi_k3": 16, "hy_v4": 20, "hy_v4_vl": 20, ("beam", 1): 11, ("beam", 3): 11}  # the factor of queries
 MOST |= {"mistral_large4": 18}  # queries grow, and an indexer makes its own of the input behind a norm
 MOST |= {"k2_horizon": 19}  # norms of halves, and MLX's operations choose value experts and multiply with them
+MOST |= {"axk2": 29}  # norms with gates, and gates of values, by MLX's operations
+MOST |= {"dots3_note": 32, ("dots3_note", 1): 20}  # MLX's operations attend to latents of a window
 MOST |= {"bailing_hybrid": 12}  # four gates would put rows where kernels cannot read them
 MOST |= {"llama4": 11}  # the input of its experts is scaled
 MOST |= {"longcat_flash": 24}  # the experts that return their input are taken out by MLX's operations

@@ -16,7 +16,7 @@ from moeflux_mlx import kinds
 from moeflux_mlx.mixers.delta import op as delta
 from moeflux_mlx.mixers.delta.spec import ChannelDecay
 from moeflux_mlx.mixers.latent import chosen_op as operations
-from moeflux_mlx.mixers.latent import module as indexed
+from moeflux_mlx.mixers.latent import scoring as indexed
 from moeflux_mlx.mixers.latent.spec import Latent
 from moeflux_mlx.model import streams
 from moeflux_mlx.opening.engine import load_model

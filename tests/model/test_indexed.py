@@ -16,7 +16,7 @@ from metal import msl
 from moeflux_mlx import kinds, layers
 from moeflux_mlx.experts.routing import finished
 from moeflux_mlx.kinds import GatedConnections, HyperConnections, IndependentConnections, Indexer, Residual
-from moeflux_mlx.mixers.latent import module
+from moeflux_mlx.mixers.latent import module, scoring
 from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.span import Span
@@ -137,7 +137,7 @@ def randomly_filled(model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_that_are_not_normed(monkeypatch, family):
-    assert broken(monkeypatch, module.LayerNorm, "__call__", lambda self, x: x, family=family)
+    assert broken(monkeypatch, scoring.LayerNorm, "__call__", lambda self, x: x, family=family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -173,9 +173,9 @@ def test_the_choice_of_the_first_layer_for_all_that_reuse(monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_of_heads_that_are_left_out(monkeypatch, family):
-    right = module.Projections
+    right = scoring.Projections
     assert broken(
-        monkeypatch, module, "Projections", lambda q, k, w, terms: right(q, k, w * 0 + 1, terms), family=family
+        monkeypatch, scoring, "Projections", lambda q, k, w, terms: right(q, k, w * 0 + 1, terms), family=family
     )
 
 

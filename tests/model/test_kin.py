@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import goldens
 import mlx.core as mx
@@ -12,6 +13,7 @@ from tiny_models import on_cpu, tiny_directory, tiny_model, use_plain_operations
 
 from moeflux_mlx.kinds import Activation, QueryGrowth, QueryScale
 from moeflux_mlx.mixers.compressed import op as compressed
+from moeflux_mlx.mixers.latent import module as mla
 from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.mamba import op as mamba
 from moeflux_mlx.model import feed_forward, moe, ngrams
@@ -265,6 +267,11 @@ IGNORED = [
     ("hunyuan_v1_moe", {"moe_topk": 2}),
     *(("k2_horizon", {name: value}) for name, value in (("layernorm_num_groups", 1), ("router_scaling_factor", 1.0))),
     *(("k2_horizon", {name: value}) for name, value in (("mova_num_experts_per_tok", 2), ("rms_norm_eps", None))),
+    *(("dots3_note", {name: value}) for name, value in (("sliding_window", 8), ("swa_rope_theta", None))),
+    *(("dots3_note", {name: value}) for name, value in (("rope_theta", 500), ("index_topk", 13))),
+    *(("dots3_note", {name: value}) for name, value in (("rms_norm_eps", None), ("routed_scaling_factor", None))),
+    *(("axk2", {name: value}) for name, value in (("index_topk", 13), ("indexer_rope_interleave", True))),
+    *(("axk2", {name: value}) for name, value in (("rms_norm_eps", None), ("rope_parameters", {"rope_theta": 1e5}))),
     ("lfm2_moe", {"norm_eps": None}),
     ("lfm2_moe", {"rope_theta": None}),
     ("lfm2_moe", {"norm_topk_prob": False}),
@@ -327,7 +334,7 @@ BIASED += (
     "hy_v4_vl",
 )
 BIASED += ("kimi_k3", "sarvam_moe", "sarvam_mla", "dots1")
-BIASED += ("deepseek_v41", "longcat_flash", "k2_horizon")
+BIASED += ("deepseek_v41", "longcat_flash", "k2_horizon", "axk2", "dots3_note")
 
 
 @pytest.mark.parametrize("family", BIASED)
@@ -599,6 +606,67 @@ def _of_values(attention, **change):
 @pytest.mark.parametrize("mistake", K2_HORIZON)
 def test_mistakes_in_k2_horizon(mistake):
     assert error_after(lambda layer: K2_HORIZON[mistake](layer.self_attn), "k2_horizon") > 10 * TOLERANCE
+
+
+# Parts of an A.X-K2 layer that an implementation may leave out or confuse with another.
+AXK2 = {
+    "no gates of values": lambda layer, patch: _set(
+        layer.self_attn.g_b_proj, "weight", layer.self_attn.g_b_proj.weight * 0
+    ),
+    "the normed latent twice": lambda layer, patch: patch.setattr(
+        mla, "beside_normed", lambda x, norm: np.concatenate([norm(x), norm(x)], axis=-1)
+    ),
+    "the latent itself before the normed one": lambda layer, patch: patch.setattr(
+        mla, "beside_normed", lambda x, norm: np.concatenate([x, norm(x)], axis=-1)
+    ),
+    "index queries of the latent itself": lambda layer, patch: setattr(
+        layer.self_attn.indexer, "wq_b", partial(_without_norm, layer.self_attn.indexer.wq_b)
+    ),
+    "norms of latents with the eps of the others": lambda layer, patch: setattr(
+        layer.self_attn.q_a_layernorm, "eps", 1e-3
+    ),
+    "no gates in norms": lambda layer, patch: setattr(layer.residual, "norm", layer.input_layernorm.norm),
+    "no gates in norms of experts": lambda layer, patch: (
+        "norm" in layer.post_attention_layernorm
+        and setattr(layer.residual, "behind", layer.post_attention_layernorm.norm)
+    ),
+}
+
+
+def _without_norm(matrix, x, norm):
+    return matrix(x)
+
+
+@pytest.mark.parametrize("mistake", AXK2)
+def test_mistakes_in_axk2(monkeypatch, mistake):
+    model = load_model(tiny_directory("axk2", "hub"), dtype=mx.float32)
+    for layer in model.layers:
+        AXK2[mistake](layer, monkeypatch)
+        layer.self_attn.arrange()
+    assert error(model, "axk2") > 10 * TOLERANCE
+
+
+# Parts of a dots3-note layer that an implementation may leave out or place wrongly.
+DOTS3_NOTE = {
+    "rotated keys that are not normed": lambda layer: setattr(layer.self_attn, "k_rope_norm", lambda keys: keys),
+    "no gain of queries": lambda layer: setattr(layer.self_attn, "scale", layer.self_attn.mixer.head_dim**-0.5),
+    "no gain of latents": lambda layer: (_switch_mixer(layer, latent_gain=1.0), layer.self_attn.arrange()),
+    "no gates": lambda layer: setattr(
+        layer.self_attn, "end", lambda out, parts, x: layer.self_attn.o_proj(out, residual=x)
+    ),
+    "pairs by halves": lambda layer: setattr(
+        layer.self_attn, "rope", Rope(replace(layer.self_attn.mixer.rotation, interleaved=False))
+    ),
+    "index keys and queries with pairs by halves": lambda layer: _in_indexer(
+        layer, rope=Rope(replace(layer.self_attn.mixer.rotation, interleaved=False))
+    ),
+    "a window of one position more": lambda layer: _switch_mixer(layer, window=layer.self_attn.mixer.window and 10),
+}
+
+
+@pytest.mark.parametrize("mistake", DOTS3_NOTE)
+def test_mistakes_in_dots3_note(mistake):
+    assert error_after(DOTS3_NOTE[mistake], "dots3_note") > 10 * TOLERANCE
 
 
 def test_norms_before_a_rotation_that_the_family_has_behind_it():

@@ -20,6 +20,8 @@ from moeflux_mlx.state.snapshot import load_state, save_state
 
 # Lengths at which a text begins to see more positions than it attends to, and a few tokens less.
 STARTS = {
+    "axk2": 14,
+    "dots3_note": 14,
     "deepseek_v32": 14,
     "deepseek_v4": 14,
     "glm5_next": 17,

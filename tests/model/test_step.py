@@ -126,6 +126,8 @@ def plain_model(family):
                 "cohere2_moe",
                 "longcat_flash",
                 "mistral_large4",
+                "axk2",
+                "dots3_note",
             ]
         ),
         ["native", "plain"],

@@ -10,10 +10,9 @@ from grids import one_in_three
 
 from metal import msl
 from moeflux_mlx.kinds import HeadBlocks, Indexer, KeyBlocks, Rotation, Yarn
-from moeflux_mlx.layers import RMSNorm
+from moeflux_mlx.layers import LayerNorm, RMSNorm
 from moeflux_mlx.mixers.grouped.blocks_op import choose_by_head
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
-from moeflux_mlx.mixers.latent.module import LayerNorm
 from moeflux_mlx.mixers.latent.spec import Latent
 from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.ops import backend, index

@@ -268,7 +268,7 @@ def test_overrides_name_modules_like_their_writer(family, theirs, ours):
 
 
 @pytest.mark.parametrize(
-    "family", ["minimax_m2", "kimi_k2", "glm4_moe", "kolibri1", pytest.param("glm5_next", marks=marks(False))]
+    "family", ["minimax_m2", "kimi_k2", "glm4_moe", "kolibri1", "axk2", pytest.param("glm5_next", marks=marks(False))]
 )
 def test_block_fp8_gives_the_bits_of_its_values(tmp_path, family):
     coded = goldens.fp8_tensors(family)

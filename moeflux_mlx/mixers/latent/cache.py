@@ -5,6 +5,7 @@ from ...caches.entries import EntriesCache
 from ...caches.growing import Stepping
 from ...caches.keys import KeyCache
 from ...caches.layer_cache import LayerCache
+from ...caches.ring import Ring
 from ...kinds import Indexer
 from ...ops import index
 from ...ops.backend import AnyArray
@@ -18,13 +19,16 @@ def make_caches(mixer: Latent) -> tuple[LayerCache, ...]:
     """The empty caches of a layer with this mixer: latents; and the keys of its indexer or those of blocks."""
     if mixer.blocks is not None:
         return LatentCache(mixer), EntriesCache(mixer.blocks)
+    if mixer.window is not None:
+        return (WindowLatentCache(mixer),)
     has_keys = mixer.indexer is not None and not mixer.indexer.reuses
     return LatentCache(mixer), *([LatentKeyCache(mixer)] if has_keys else [])
 
 
 def _takes_steps(part: Latent) -> bool:
     """Whether there are kernels for a token alone of the attention, and of its indexer."""
-    return latent.takes_step(part.latent, part.rotated) and (part.rule is None or index.takes_step(part.rule))
+    takes = latent.takes_step(part.latent, part.rotated, part.window)
+    return takes and (part.rule is None or index.takes_step(part.rule))
 
 
 class LatentCache(Stepping[Latent]):
@@ -44,6 +48,14 @@ class LatentCache(Stepping[Latent]):
     def parts(self, recent: AnyArray, length: int) -> tuple[AnyArray, AnyArray]:
         entries, width = recent[None, None, :length], self.part.latent
         return entries[..., :width], entries[..., width:]
+
+
+class WindowLatentCache(Ring[Latent], LatentCache):
+    """The same of a window."""
+
+    def __init__(self, part: Latent):
+        assert part.window is not None
+        super().__init__(part, part.window)
 
 
 class LatentKeyCache(KeyCache[Latent]):

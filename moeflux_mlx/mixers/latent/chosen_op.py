@@ -190,7 +190,7 @@ def _over(q_nope: AnyArray, q_pe: AnyArray, held: HeldLatents, at_once: int, mat
 
 def _ops(q_nope: mx.array, q_pe: mx.array, held: HeldLatents, at_once: int, matrices: Matrices) -> mx.array:
     """[B, L, heads * v] of queries [B, heads, L, .]; latents are gathered for a few tokens at a time."""
-    (B, _, L, _), whole, (key, value, scale, sinks), parts = q_nope.shape, held.whole, matrices, []
+    (B, _, L, _), whole, (key, value, scale, sinks, _), parts = q_nope.shape, held.whole, matrices, []
     if whole:
         seen = slice(None) if whole == L else slice(held.offset + whole)
         mask = held.mask if whole == L else "causal" if whole > 1 else None
@@ -248,7 +248,7 @@ def _text_native(
     matrices: Matrices,
 ) -> np.ndarray:
     """[L, heads, v] of one text."""
-    whole, (key, value, scale, sinks), parts = held.whole, matrices, []
+    whole, (key, value, scale, sinks, _), parts = held.whole, matrices, []
     if whole:
         form, seen = expanded_native if native_refusal(whole) else absorbed_native, held.offset + whole
         parts.append(form(q_nope[:whole], q_pe[:whole], latents[:seen], keys[:seen], matrices))

@@ -8,24 +8,20 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...caches.entries import EntriesCache
-from ...caches.traced import PLAIN, OnKernels
-from ...kinds import Indexer, KeyBlocks
-from ...layers import Caches, LayerNorm, Linear, MixerModule, RMSNorm, Stack, Weight, normed_with_weights
+from ...layers import Caches, Linear, MixerModule, RMSNorm, Stack, Weight, normed_with_weights
 from ...ops import backend
-from ...ops.backend import AnyArray, Array, kernels_take, library_of
+from ...ops.backend import AnyArray, Array, library_of
 from ...ops.elementwise import float32, gated, split
-from ...ops.entry_pool import Pool, pooled
-from ...ops.index import IndexTerms, Projections, put_in_ring, refusal
+from ...ops.index import Projections
 from ...ops.matrix import part_of_heads, parts_of
 from ...ops.norm import ConstantNorm, Norm
 from ...ops.observe import observe
-from ...ops.query_scale import grown_queries
 from ...ops.rope import Rope, mscale
 from ...ops.rows import StepRows, each_alone
 from ...ops.seen import Chosen
 from .chosen_op import attend_indexed, attend_pools
-from .op import HeadMatrices, Queries, Up, attend_latent
+from .op import HeadMatrices, Queries, Up, attend_latent, beside_normed
+from .scoring import Growth, PoolScoring, Scoring
 from .spec import Latent
 
 # The ends of names of parameters that stay float32, and names of tensors that tell another stored form.
@@ -51,10 +47,15 @@ class MLA(MixerModule):
         else:
             self.q_a_proj = Linear(hidden_size, mixer.q_latent)
             self.q_a_layernorm = RMSNorm(mixer.q_latent, mixer.norm_eps)
-            self.q_b_proj = Linear(mixer.q_latent, queries)
+            width = mixer.q_latent * (1 + mixer.takes_both)
+            self.q_b_proj = Linear(width, queries)
+            if mixer.takes_both:
+                self.g_b_proj = Linear(width, self.heads * mixer.value)
         if not mixer.borrows:
             self.kv_a_proj_with_mqa = Linear(hidden_size, self.latent + mixer.rotated)
         self.kv_a_layernorm = RMSNorm(self.latent, mixer.norm_eps)
+        if mixer.key_norm:
+            self.k_rope_norm = RMSNorm(mixer.rotated, mixer.norm_eps)
         if split_latent:
             self.embed_q = Weight(self.heads, self.latent, self.nope)
             self.unembed_out = Weight(self.heads, mixer.value, self.latent)
@@ -79,6 +80,8 @@ class MLA(MixerModule):
         self._inputs = Stack(*self._reading_x(), aligned=True)  # for `latent_query`
         if "q_b_proj" in self:
             self.q_b_proj.pack()
+        if "g_b_proj" in self:
+            self._of_both = Stack(self.q_b_proj, self.g_b_proj)
         self.o_proj.pack()
         self._latent_norm: Norm = self.kv_a_layernorm
         if self.mixer.latent_gain != 1.0:
@@ -101,21 +104,45 @@ class MLA(MixerModule):
         return [self.q_proj if "q_proj" in self else self.q_a_proj, *latents, *gates]
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
-        return self._inputs.outputs(x, norm)
+        return self._with_queries(self._inputs.outputs(x, norm))
+
+    def _with_queries(self, outputs: list[Array]) -> list[Array]:
+        """The outputs, and behind them queries and gates where both latents make them."""
+        if not self.mixer.takes_both:
+            return outputs
+        q: AnyArray = self._inputs.parted(outputs)[1][0]
+        return [*outputs, *self._of_both.outputs(beside_normed(q, self.q_a_layernorm))]
+
+    def _queries_and_gates(self, parts: Sequence[Array]) -> list[Array]:
+        """Those of `_with_queries`."""
+        return self._of_both.parted(parts[-1 if self._of_both.stacked else -2 :])[1]
 
     def mix(self, parts: Sequence[Array], caches: Caches, *more: Chosen | None) -> Array:
         _, (q, kv, *_) = self._inputs.parted(parts)
         self._show(kv)
+        kv = self._with_normed_key(kv)
         around: Any = {"norm": self._latent_norm, "rope": self.rope, "scale": self.scale, "sinks": self.get("sinks")}
+        around["window"] = self.mixer.window
+        q = self._queries_and_gates(parts)[0] if self.mixer.takes_both else q
         return attend_latent(q, kv, caches[0], self._queries(), self._key(), self._value(), **around)
 
+    def _with_normed_key(self, kv: Array) -> AnyArray:
+        """Latents and keys [B, L, N + R], with the keys normed if they have a norm."""
+        if not self.mixer.key_norm:
+            return kv
+        latents, keys = split(kv, self.latent)
+        return library_of(kv).concatenate([latents, self.k_rope_norm(keys)], axis=-1)
+
     def _queries(self) -> Queries:
-        up = Up(self.q_b_proj, self.q_a_layernorm) if "q_b_proj" in self else None
+        has_up = "q_b_proj" in self and not self.mixer.takes_both
+        up = Up(self.q_b_proj, self.q_a_layernorm) if has_up else None
         return Queries(self.heads, up, self.query_scale)
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
         if self.mixer.gate is not None:
             out = gated(out, self._outputs(parts)[2], self.mixer.gate)
+        if self.mixer.takes_both:
+            out = gated(out, self._queries_and_gates(parts)[1], "sigmoid")
         return self.o_proj(out, residual=x)
 
     def _outputs(self, parts: Sequence[Array]) -> list[Array]:
@@ -182,49 +209,6 @@ def softmax_scale(mixer: Latent) -> float:
     return scale
 
 
-class Growth(nn.Module):
-    """The factors of queries that grow with the position (`grown_queries`)."""
-
-    def __init__(self, heads: int):
-        super().__init__()
-        self.scale, self.bias = mx.zeros((heads,)), mx.ones((heads,))
-
-    def __call__(self, q: Array, position: int | mx.array) -> AnyArray:
-        """q [B, L, heads * D] of tokens from a position on, scaled."""
-        return grown_queries(q, position, self.scale, self.bias)
-
-
-class Scoring(nn.Module):
-    """Scores positions with queries from the queries' latent or from the input, and with keys and weights of heads from
-    the input, which `wk` and `weights_proj` make together with other layers' outputs.
-    """
-
-    def __init__(self, indexer: Indexer, mixer: Latent, hidden_size: int):
-        super().__init__()
-        if indexer.from_input:
-            self.q_input_norm = LayerNorm(hidden_size, indexer.norm_eps)
-        if mixer.grows:
-            self.softmax_scaling = Growth(indexer.heads)
-        self.heads, width = indexer.heads, hidden_size if indexer.from_input else mixer.q_latent
-        assert width is not None
-        self.wq_b = Linear(width, indexer.heads * indexer.dim)
-        self.wk = Linear(hidden_size, indexer.dim)
-        self.k_norm, self.rotates_last = LayerNorm(indexer.dim, indexer.norm_eps), indexer.rotates_last
-        self.weights_proj = Linear(hidden_size, indexer.heads)
-        self.scale = (indexer.heads * indexer.dim) ** -0.5
-        self.rope = Rope(indexer.rotation(mixer.rotation)) if mixer.rotation else None
-
-    def of_input(self, x: Array) -> AnyArray:
-        """The queries of normed rows x, not scaled by their positions."""
-        return self.wq_b(self.q_input_norm(x))
-
-    def __call__(self, queries: Array | None, keys: Array, weights: Array) -> Projections:
-        """For `attend_indexed`: of queries (None: no token needs them), and of the outputs of `wk` and
-        `weights_proj`."""
-        terms = IndexTerms(self.k_norm, self.rope, self.scale, rotates_last=self.rotates_last)
-        return Projections(queries, keys, weights, terms)
-
-
 class IndexedMLA(MLA):
     """`MLA` over the positions that an indexer chooses."""
 
@@ -248,7 +232,7 @@ class IndexedMLA(MLA):
             return super().begin(x, norm)
         made: AnyArray = normed_with_weights(x, norm, self.indexer.weights_proj)
         own: list[Any] = [self.indexer.of_input(made[0])] if self.rule.from_input else []
-        return [made[1], *own, *self._inputs.outputs(made[0])]
+        return [made[1], *own, *self._with_queries(self._inputs.outputs(made[0]))]
 
     def _outputs(self, parts: Sequence[Array]) -> list[Array]:
         return super()._outputs(parts if self.rule.reuses else parts[1 + self.rule.from_input :])
@@ -263,9 +247,10 @@ class IndexedMLA(MLA):
     def _mix(self, parts: Sequence[Array], caches: Caches, chosen: Chosen) -> Array:
         q, *others = cast(list[Any], self._outputs(parts))
         own = caches[0]
-        kv = self._latents(others, chosen)
+        kv = self._with_normed_key(self._latents(others, chosen))
         made = None if self.rule.reuses else self._scored(q, others[-1], parts, own)
         self._show(kv)
+        q = self._queries_and_gates(parts)[0] if self.mixer.takes_both else q
         return attend_indexed(
             *(q if not self.mixer.grows else self.softmax_scaling(q, own.position), kv, caches),
             *(self._queries(), self._key(), self._value()),
@@ -294,45 +279,6 @@ class IndexedMLA(MLA):
             queries = parts[1] if self.rule.from_input else self.indexer.wq_b(q, self.q_a_layernorm)
             queries = self.indexer.softmax_scaling(queries, own.position) if self.mixer.grows else queries
         return self.indexer(queries, keys, parts[0])
-
-
-class PoolScoring(nn.Module):
-    """Scores blocks as `Scoring` does positions, but keys are not rotated, and the keys of a block are joined by its
-    positions' gates.
-    """
-
-    def __init__(self, blocks: KeyBlocks, mixer: Latent, hidden_size: int):
-        super().__init__()
-        assert mixer.q_latent is not None
-        indexer = blocks.indexer
-        self.blocks, self.ratio = blocks, blocks.ratio
-        self.wq_b = Linear(mixer.q_latent, indexer.heads * indexer.dim)
-        self.wk, self.wgate = Linear(hidden_size, indexer.dim), Linear(hidden_size, indexer.dim)
-        self.k_norm = LayerNorm(indexer.dim, indexer.norm_eps)
-        self.ape = mx.zeros((blocks.ratio, indexer.dim))
-        self.weights_proj = Linear(hidden_size, indexer.heads)
-        self.scale = (indexer.heads * indexer.dim) ** -0.5
-
-    def __call__(
-        self, latent: Array | None, norm: Norm, keys: Array, floats: Sequence[AnyArray], cache: EntriesCache
-    ) -> Projections:
-        """For `attend_pools`: of the queries' latent, which must be normed by `norm` (None: no token needs queries),
-        and of the outputs of `wk`, `weights_proj` and `wgate`. `cache` absorbs the keys; the result has those of all
-        whole blocks.
-        """
-        queries = None if latent is None else self.wq_b(latent, norm)
-        (weights, gates), library, kernels = floats, library_of(keys), PLAIN
-        rows = library.concatenate([self.k_norm(keys), gates.astype(keys.dtype)], axis=-1)
-        if keys.shape[:2] == (1, 1) and kernels_take(keys, refusal, True, self.blocks):
-            pool = Pool(keys.shape[-1], self.ratio, gates=keys.shape[-1], bias=self.ape)
-            kernels = OnKernels(put_in_ring(keys, gates, self.k_norm), pool.entry)
-        _, _, joined = cache.absorb(rows, self._keys, kernels)
-        return Projections(queries, joined, weights, IndexTerms(None, None, self.scale))
-
-    def _keys(self, rows: AnyArray, first: int | mx.array, count: int) -> AnyArray:
-        """Keys of so many blocks, of what the cache has of their positions."""
-        keys, gates = split(rows.reshape(rows.shape[0], -1, self.ratio, rows.shape[-1]), rows.shape[-1] // 2)
-        return pooled(keys, gates, self.ape, False, False)
 
 
 class PooledMLA(MLA):
@@ -383,6 +329,8 @@ def make_module(mixer: Latent, hidden_size: int, eps: float, forms: frozenset[st
     checkpoint has the up-projection in two (`MLA`).
     """
     kind = PooledMLA if mixer.blocks else MLA if mixer.indexer is None else IndexedMLA
-    assert kind is not PooledMLA or not (mixer.gate or mixer.sinks), "no family has gates or sinks and blocks"
+    is_gated = mixer.gate or mixer.sinks or mixer.takes_both
+    assert kind is not PooledMLA or not is_gated, "no family has gates or sinks and blocks"
+    assert kind is MLA or mixer.window is None, "no family has a window and an indexer"
     assert kind is IndexedMLA or not (mixer.grows or mixer.shares or mixer.borrows), "no family has these without"
     return kind(mixer, hidden_size, "embed_q" in forms)

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from ...kinds import QueryFactor
 from ...ops import backend, gpu_time, native
-from ...ops.backend import AnyArray, Array, kernels_take, stack, view
+from ...ops.backend import AnyArray, Array, kernels_take, library_of, stack, view
 from ...ops.causal_parts import in_parts
 from ...ops.elementwise import split
 from ...ops.forms import Form, StoredForm, is_read, stored_template
@@ -97,18 +97,19 @@ class HeadMatrices:
 
 
 class Matrices(NamedTuple):
-    """What attention over latents multiplies: matrices of keys and of values, and the factor of scores; and the sinks
-    [heads], logits that are added to the softmax's sum only."""
+    """What attention over latents multiplies: matrices of keys and of values, and the factor of scores; the sinks
+    [heads], logits that are added to the softmax's sum only; and how many positions a query sees, None: all."""
 
     key: HeadMatrices
     value: HeadMatrices
     scale: float
     sinks: mx.array | None = None
+    window: int | None = None
 
     def of(self, some: slice) -> "Matrices":
         """Those of some heads."""
         sinks = None if self.sinks is None else self.sinks[some]
-        return Matrices(self.key.of(some), self.value.of(some), self.scale, sinks)
+        return Matrices(self.key.of(some), self.value.of(some), self.scale, sinks, self.window)
 
 
 class StoredMatrices(NamedTuple):
@@ -129,6 +130,11 @@ class Up(NamedTuple):
 
     weights: Weights
     norm: Norm
+
+
+def beside_normed(x: Array, norm: Norm) -> AnyArray:
+    """[..., 2 N] of x [..., N]: norm(x), and behind it x."""
+    return library_of(x).concatenate([norm(x), x], axis=-1)
 
 
 @dataclass(frozen=True)
@@ -176,6 +182,7 @@ def attend_latent(
     scale: float,
     sinks: mx.array | None = None,
     seen: SeenBlocks | None = None,
+    window: int | None = None,
 ) -> Array:
     """softmax(scale * (q_nope key latent + q_pe k_pe)) (value latent), causal, over all positions in `cache` and the
     new ones.
@@ -189,28 +196,32 @@ def attend_latent(
         rope: rotates q_pe and k_pe by their rotary positions; None: there are no such parts.
         sinks: [heads], logits that are added to the softmax's sum only; None: no sinks.
         seen: of one token that the kernels take, the positions that it attends to; None: all.
+        window: how many positions a query sees, its own included; `cache` is of that window. None: all.
 
     Returns:
         [B, L, heads * v]
     """
     (B, L), rotated = q.shape[:2], rope.dims if rope else 0
+    sizes = kv.shape[-1] - rotated, rotated, window
     if isinstance(cache, StepRows):
-        has_kernels = kernels_take(q, refusal, True, kv.shape[-1] - rotated, rotated)
+        has_kernels = kernels_take(q, refusal, True, *sizes)
 
         def compute(rows: StepRows, q: AnyArray, kv: AnyArray) -> AnyArray:
             given = queries, key, value, norm, rope, scale
             if has_kernels:
                 return _on_kernels(q, kv, rows, *given, sinks=sinks)
-            return attend_latent(q, kv, rows.cache, *given[:3], norm=norm, rope=rope, scale=scale, sinks=sinks)
+            own: Any = {"norm": norm, "rope": rope, "scale": scale, "sinks": sinks, "window": window}
+            return attend_latent(q, kv, rows.cache, *given[:3], **own)
 
         return cache.each((q, kv), compute, has_kernels)
-    if kernels_take(q, refusal, B * L == 1, kv.shape[-1] - rotated, rotated):
+    if kernels_take(q, refusal, B * L == 1, *sizes):
         return _on_kernels(q, kv, StepRows([cache]), queries, key, value, norm, rope, scale, sinks, seen)
-    q, matrices = queries.scaled(queries(q), cache.position), Matrices(key, value, scale, sinks)
+    q, matrices = queries.scaled(queries(q), cache.position), Matrices(key, value, scale, sinks, window)
     q_nope, q_pe, latent, k_pe = parts_of(q, kv, norm, rope, cache.position)
     if isinstance(q, np.ndarray):
-        cache.update_and_fetch(mx.array(latent[:, None]), mx.array(k_pe.reshape(B, 1, L, rotated)))
-        kept = [view(part)[:, 0, : cache.offset] for part in (cache.keys, cache.values)]
+        *appended, count = cache.append(mx.array(latent[:, None]), mx.array(k_pe.reshape(B, 1, L, rotated)))
+        mx.eval(cache.keys, cache.values, *appended)  # one wait for all
+        kept = [view(part)[:, 0, :count] for part in appended]
         native_form = expanded_native if native_refusal(L) else absorbed_native
         rows = [native_form(q_nope[i], q_pe[i], kept[0][i], kept[1][i], matrices) for i in range(B)]
         return stack(rows).reshape(B, L, -1)
@@ -245,18 +256,22 @@ def parts_of(
 # ---- the kernels for the rows of a step
 
 
-def takes_step(latent: int, rotated: int) -> bool:
-    """Whether single tokens with latents and rotated keys of such widths take the kernels here."""
-    return not refusal(backend.name(), True, latent, rotated)
+def takes_step(latent: int, rotated: int, window: int | None) -> bool:
+    """Whether single tokens with latents and rotated keys of such widths, and a window, take the kernels here."""
+    return not refusal(backend.name(), True, latent, rotated, window)
 
 
 @planned("latent")
-def refusal(target: str, is_alone: bool, latent: int, rotated: int) -> Reason | None:
-    """Why the kernels do not attend for a token alone, or for several, with latents and keys of such widths."""
+def refusal(target: str, is_alone: bool, latent: int, rotated: int, window: int | None = None) -> Reason | None:
+    """Why the kernels do not attend for a token alone, or for several, with latents and keys of such widths, and a
+    window.
+    """
     if target == "ops":
         return NO_KERNELS
     if not is_alone:
         return SEVERAL
+    if window is not None:
+        return Reason(f"they see all positions, not {window}")
     if latent > WIDEST or _abreast(1, latent + rotated) != 1:
         return Reason(f"latents of {latent} and keys of {rotated} values do not fit a threadgroup")
     return Reason(f"widths {latent} and {rotated} are not multiples of 8") if latent % 8 or rotated % 8 else None
@@ -393,9 +408,9 @@ def absorbed_ops(
     mask: AttentionMask,
     matrices: Matrices,
 ) -> mx.array:
-    key, value, scale, sinks = matrices
+    key, value, scale, sinks, window = matrices
     scores = products(key.multiply(q_nope, transpose=False), q_pe, latent, k_pe) * scale
-    return value.multiply(softmax(scores, mask, sinks) @ latent, transpose=True)
+    return value.multiply(softmax(scores, mask, sinks, window=window) @ latent, transpose=True)
 
 
 def expanded_ops(
@@ -425,10 +440,10 @@ def _of_heads_ops(
     mask: AttentionMask,
     matrices: Matrices,
 ) -> mx.array:
-    key, value, scale, sinks = matrices
+    key, value, scale, sinks, window = matrices
     k = key.multiply(latent, transpose=True)  # [B, heads, N, nope]
     v, parts = value.multiply(latent, transpose=True), []
-    for rows, seen, part_mask in in_parts(2 * q_nope.shape[1], q_nope.shape[2], latent.shape[2], mask):
+    for rows, seen, part_mask in in_parts(2 * q_nope.shape[1], q_nope.shape[2], latent.shape[2], mask, window):
         scores = products(q_nope[:, :, rows], q_pe[:, :, rows], k[:, :, seen], k_pe[:, :, seen])
         parts.append(softmax(scores * scale, part_mask, sinks) @ v[:, :, seen])
         gpu_time.in_turn(q_nope.shape[2], parts)
@@ -441,13 +456,17 @@ def products(q: mx.array, q_pe: mx.array, keys: mx.array, k_pe: mx.array) -> mx.
     return scores + q_pe @ k_pe.swapaxes(-1, -2) if q_pe.shape[-1] else scores
 
 
-def softmax(scores: mx.array, mask: AttentionMask, sinks: mx.array | None, heads: int = -3) -> mx.array:
+def softmax(
+    scores: mx.array, mask: AttentionMask, sinks: mx.array | None, heads: int = -3, window: int | None = None
+) -> mx.array:
     """Of scores [B, heads, L, N], with the exponentials of sinks [heads] in the sum, if there are any. "causal": query
-    row i is at position N - L + i and sees no later key. `heads`: the axis of the heads.
+    row i is at position N - L + i and sees no later key, and of the others the last of the `window`. `heads`: the axis
+    of the heads.
     """
     if isinstance(mask, str):
         L, N = scores.shape[-2:]
-        mask = mx.arange(N)[None] <= mx.arange(N - L, N)[:, None]
+        age = mx.arange(N - L, N)[:, None] - mx.arange(N)
+        mask = age >= 0 if window is None else (age >= 0) & (age < window)
     if mask is not None:
         scores = mx.where(mask, scores, mx.array(-mx.inf, scores.dtype))
     if sinks is None:
@@ -465,10 +484,11 @@ def absorbed_native(
     matrices: Matrices,
 ) -> np.ndarray:
     """q [L, heads, ...] over the latents [N, ...], which are keys and values of all heads alike."""
-    key, value, scale, sinks = matrices
+    key, value, scale, sinks, window = matrices
     q = absorb_native(q_nope, q_pe, latent.shape[1], key)
     entries = np.concatenate([latent, k_pe], axis=-1)[None]
-    mixed = native.attend(q, entries, latent[None], len(latent), scale, sinks=None if sinks is None else view(sinks))
+    limits: Any = {"window": window, "sinks": None if sinks is None else view(sinks)}
+    mixed = native.attend(q, entries, latent[None], len(latent), scale, **limits)
     return values_native(mixed, value)
 
 
@@ -499,7 +519,7 @@ def expanded_native(
     k_pe: np.ndarray,
     matrices: Matrices,
 ) -> np.ndarray:
-    (heads, nope), (key, value, scale, sinks) = q_nope.shape[1:], matrices
+    (heads, nope), (key, value, scale, sinks, window) = q_nope.shape[1:], matrices
     N = len(latent)
     k = np.empty((heads, N, nope + q_pe.shape[-1]), np.float32)
     v = np.empty((heads, N, value.height), np.float32)
@@ -508,4 +528,4 @@ def expanded_native(
         v[head] = latent @ values.T
     k[..., nope:] = k_pe
     q = np.concatenate([q_nope, q_pe], axis=-1)
-    return native.attend(q, k, v, N, scale, sinks=None if sinks is None else view(sinks))
+    return native.attend(q, k, v, N, scale, window=window, sinks=None if sinks is None else view(sinks))

@@ -5,7 +5,7 @@ from typing import Literal
 
 from ...errors import ConfigError
 from ...kinds.index import Indexer, KeyBlocks
-from ...kinds.limits import WIDEST_WINDOW, check_head, check_index_head, check_width
+from ...kinds.limits import WIDEST_WINDOW, check_head, check_index_head, check_width, check_window
 from ...kinds.mixer import Attending, Mixer, product_operations
 from ...kinds.query_scale import QueryFactor
 from ...kinds.rotation import Rotation
@@ -17,8 +17,11 @@ class Latent(Mixer):
 
     Queries come from a normed latent of `q_latent` values; None: directly from the hidden state. Without a `rotation`
     there is no rotated key. `indexer`, or that of `blocks`, chooses the positions or blocks that a token attends to;
-    None: all. `norm_eps`: epsilon of the norms of both latents. `gate`: a projection (`g_proj`) makes a gate for each
-    value ("sigmoid") or for each head ("sigmoid head"), whose sigmoid multiplies the value or the head's result.
+    None: all. `norm_eps`: epsilon of the norms of both latents. `takes_both`: queries come from the normed latent and,
+    behind it, the latent itself, and so do gates for each value, whose sigmoid multiplies the value. `gate`: a
+    projection (`g_proj`) makes a gate for each value ("sigmoid") or for each head ("sigmoid head"), whose sigmoid
+    multiplies the value or the head's result. `key_norm`: whether the rotated key is normed before it is rotated.
+    `window`: how many of the newest positions a query sees, itself included; None: all.
     `sinks`: whether each head has a learned logit in the softmax's denominator. `query_gain`, `latent_gain`: factors of
     the queries, and of the normed latent of keys and values. `grows`: the queries of each head, and those of the
     indexer, are multiplied by a learned scale times log(position + 1), plus a learned bias. `shares`: later layers use
@@ -37,6 +40,9 @@ class Latent(Mixer):
     blocks: KeyBlocks | None = None
     norm_eps: float = 1e-6
     gate: Literal["sigmoid", "sigmoid head"] | None = None
+    takes_both: bool = False
+    key_norm: bool = False
+    window: int | None = None
     sinks: bool = False
     query_gain: float = 1.0
     latent_gain: float = 1.0
@@ -56,7 +62,11 @@ class Latent(Mixer):
         check_head(self.head_dim, self.rotation)
         check_width("num_attention_heads * head_dim", self.heads * self.head_dim)
         check_width("num_attention_heads * (qk_nope_head_dim + v_head_dim)", self.heads * (self.nope + self.value))
+        if self.takes_both and self.q_latent:
+            check_width("2 * q_lora_rank", 2 * self.q_latent)
         check_width("kv_lora_rank + qk_rope_head_dim", self.latent + self.rotated)
+        if self.window is not None:
+            check_window(self.window)
         if self.scorer is not None:
             self._check_indexer(self.scorer)
         if self.blocks is not None and self.blocks.ratio > WIDEST_WINDOW:
@@ -111,12 +121,13 @@ class Latent(Mixer):
         """
         chooses = self.seeing_all(0, positions) < positions
         chosen = self.rule.temporaries(tokens, positions) if self.rule and chooses else 0
-        expanded = self.heads * self._expanded(positions) * (self.head_dim + self.value)
-        return expanded + 3 * self.heads * tokens * self.head_dim + chosen
+        expanded = self.heads * self._expanded(tokens, positions) * (self.head_dim + self.value)
+        gates = self.heads * self.value if self.takes_both else 0
+        return expanded + tokens * (3 * self.heads * self.head_dim + 2 * gates) + chosen
 
     def scores(self, tokens: int, positions: int) -> int:
         """Two sums of scores of all heads."""
-        return 2 * self.heads * tokens * self._expanded(positions)
+        return 2 * self.heads * tokens * self._expanded(tokens, positions)
 
     @property
     def gates(self) -> int:
@@ -136,7 +147,8 @@ class Latent(Mixer):
     def own_operations(self, tokens: int) -> float:
         """Those of the queries from their latent."""
         index = self.indexer.heads * self.indexer.dim if self.indexer else 0
-        return product_operations(tokens, self.q_latent or 0, self.heads * self.head_dim + index)
+        gates = self.heads * (2 * self.value + self.head_dim) if self.takes_both else 0
+        return product_operations(tokens, self.q_latent or 0, self.heads * self.head_dim + gates + index)
 
     def attended(self, tokens: int, positions: int) -> float:
         """Those of scores, and of sums weighed by them; `scores` counts two sums. A token alone attends to latents."""
@@ -160,8 +172,10 @@ class Latent(Mixer):
     def title(self) -> str:
         return "latent attention"
 
-    def _expanded(self, positions: int) -> int:
+    def _expanded(self, tokens: int, positions: int) -> int:
         """Positions over which many tokens attend together."""
+        if self.window:
+            return min(positions, tokens + self.window)
         if self.blocks:
             return min(positions, self.blocks.most)
         return min(positions, self.indexer.top) if self.indexer else positions
