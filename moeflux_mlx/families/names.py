@@ -12,7 +12,7 @@ from .fields import HeadNames
 ASIDE = (
     *("mtp.", "mtp_", "visual.", "vision_tower.", "vision_model."),
     *("multi_modal_projector.", "mm_projector.", "vit_large_projector.", "patch_merge_mlp."),
-    *("embed_vision.", "audio_tower.", "embed_audio.", "vit."),
+    *("embed_vision.", "audio_tower.", "embed_audio.", "vit.", "audio."),
     *("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm."),
 )
 # Frequencies of rotations follow from the configuration; activations are not rounded to 8 bits; tokens of text take no

@@ -20,6 +20,7 @@ from . import (
     granite,
     hunyuan,
     hy_v4,
+    inkling,
     k2_horizon,
     kimi_linear,
     kolibri,
@@ -80,6 +81,7 @@ FAMILIES: dict[str, Family] = {
     **mellum.FAMILIES,
     **dots1.FAMILIES,
     **k2_horizon.FAMILIES,
+    **inkling.FAMILIES,
 }
 
 GGUF: dict[str, GgufFamily] = {

@@ -23,6 +23,7 @@ class Residual:
     and multiplies the epsilon of these norms by n. `parallel`: both parts take the same normed stream, and both outputs
     are added to it: out = x + mixer(norm(x)) + feed_forward(norm(x)). `centred`: norms of the stream also take its mean
     away (arXiv:1607.06450). `norm_groups`: norms of the stream take each of so many equal parts of it by itself.
+    `convolved`: a part's output passes the convolution `branches` of the layer's mixer before it is added.
     """
 
     scale: float = 1.0
@@ -33,10 +34,16 @@ class Residual:
     parallel: bool = False
     centred: bool = False
     norm_groups: int = 1
+    convolved: bool = False
 
     @property
     def adds_itself(self) -> bool:
-        """Whether its norms are computed by themselves, and the feed-forward part's output is added by itself."""
+        """Whether the feed-forward part's output is added by itself."""
+        return self.norms_apart or self.convolved
+
+    @property
+    def norms_apart(self) -> bool:
+        """Whether its norms are computed by themselves."""
         return self.parallel or self.norm_groups > 1
 
     @property

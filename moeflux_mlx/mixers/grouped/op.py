@@ -10,7 +10,7 @@ cache if the previous token is still being computed. On the CPU a token takes on
 into such an array: appending them with MLX takes as long as reading a tenth of the layer's weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
@@ -55,6 +55,7 @@ ATTEND_APPEND = Kernel("attend_append", "k v k_weight periods eps magnitude posi
 ATTEND_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
 HEADS = 8  # queries in a threadgroup: with 256 values each they take 9 KB of its memory
 WIDEST = 256
+BIASED = 3  # scores that exist at once for one, where biases are added: two more are the biases and what is added
 APPENDING = 128  # threads that add a key and its value
 NO_TURN = (*np.zeros((2, 1, 0), np.float32), False)
 
@@ -153,7 +154,7 @@ def attend(
     v = terms.values(v)
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
     q, k = terms.queries(q, position), terms.keys(k, position)
-    out = (_span_native if is_native else _span_ops)(q, k, v, cache, terms).reshape(B, L, -1)
+    out = (_span_native if is_native else attend_in_parts)(q, k, v, cache, terms).reshape(B, L, -1)
     return out if gate is None else out * sigmoid(gate.reshape(B, L, -1))
 
 
@@ -181,14 +182,26 @@ def _chunks_native(
     return out
 
 
-def _span_ops(q: mx.array, k: mx.array, v: mx.array, cache: Steps, terms: Terms) -> mx.array:
-    """[B, L, heads, V] of prepared queries [B, heads, L, D] and keys, without the gate, in MLX's operations."""
+def attend_in_parts(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    cache: Steps,
+    terms: Terms,
+    mask_of: Callable[[slice, slice, AnyArray, int], mx.array] | None = None,
+) -> mx.array:
+    """[B, L, heads, V] of prepared queries [B, heads, L, D] and keys, without the gate, in MLX's operations. `mask_of`:
+    makes what is added to a part's scores of what `in_parts` yields and the number of positions, in twice the memory of
+    scores.
+    """
     B, _, L, _ = q.shape
     k, v = cache.update_and_fetch(k, v.transpose(0, 2, 1, 3))  # [B, heads, L, D]
     parts: list[mx.array] = []
     sinks = None if terms.sinks is None else terms.sinks.astype(q.dtype)
     first = cache.offset - L if terms.chunked else None
-    for rows, places, mask in in_parts(q.shape[1], L, k.shape[2], cache.mask(L), terms.window, first):
+    at_once = q.shape[1] * (1 if mask_of is None else BIASED)
+    for rows, places, mask in in_parts(at_once, L, k.shape[2], cache.mask(L), terms.window, first):
+        mask = mask if mask_of is None else mask_of(rows, places, mask, k.shape[2])
         part = mx.fast.scaled_dot_product_attention(
             q[:, :, rows], k[:, :, places], v[:, :, places], scale=terms.scale, mask=mask, sinks=sinks
         )
