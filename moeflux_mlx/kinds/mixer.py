@@ -125,6 +125,11 @@ class Mixer:
         return self.temporaries(tokens, positions)
 
     @property
+    def attends_natively(self) -> bool:
+        """Whether those kernels also attend, without all scores at once; otherwise MLX's operations do."""
+        return True
+
+    @property
     def handed_on(self) -> int:
         """How many positions a token chooses of which later layers reuse the choice; by default none."""
         return 0

@@ -10,7 +10,7 @@ import pytest
 from grids import drawn
 from tiny_models import on_cpu, tiny_directory, tiny_model, use_plain_operations, with_config
 
-from moeflux_mlx.kinds import Activation, QueryGrowth, QueryScale
+from moeflux_mlx.kinds import Activation, QueryGrowth, QueryLog, QueryScale
 from moeflux_mlx.mixers.compressed import op as compressed
 from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.mamba import op as mamba
@@ -265,6 +265,8 @@ IGNORED = [
     ("hunyuan_v1_moe", {"moe_topk": 2}),
     *(("k2_horizon", {name: value}) for name, value in (("layernorm_num_groups", 1), ("router_scaling_factor", 1.0))),
     *(("k2_horizon", {name: value}) for name, value in (("mova_num_experts_per_tok", 2), ("rms_norm_eps", None))),
+    *(("inkling", {name: None}) for name in ("log_scaling_n_floor", "log_scaling_alpha", "route_scale")),
+    *(("inkling", {name: None}) for name in ("logits_mup_width_multiplier", "rms_norm_eps")),
     ("lfm2_moe", {"norm_eps": None}),
     ("lfm2_moe", {"rope_theta": None}),
     ("lfm2_moe", {"norm_topk_prob": False}),
@@ -327,7 +329,7 @@ BIASED += (
     "hy_v4_vl",
 )
 BIASED += ("kimi_k3", "sarvam_moe", "sarvam_mla", "dots1")
-BIASED += ("deepseek_v41", "longcat_flash", "k2_horizon")
+BIASED += ("deepseek_v41", "longcat_flash", "k2_horizon", "inkling")
 
 
 @pytest.mark.parametrize("family", BIASED)
@@ -599,6 +601,53 @@ def _of_values(attention, **change):
 @pytest.mark.parametrize("mistake", K2_HORIZON)
 def test_mistakes_in_k2_horizon(mistake):
     assert error_after(lambda layer: K2_HORIZON[mistake](layer.self_attn), "k2_horizon") > 10 * TOLERANCE
+
+
+def _weigh_equally(layer):
+    """Gives shared experts logits of 0."""
+    if "gate" in layer.mlp:
+        shared = layer.mlp.gate.weight[layer.mlp.rule.experts :] * 0
+        layer.mlp.gate.weight = mx.concatenate([layer.mlp.gate.weight[: layer.mlp.rule.experts], shared])
+        layer.mlp.arrange()
+
+
+def _of_convolution(*path):
+    """Leaves the convolution out."""
+
+    def leave_out(layer):
+        owner = layer
+        for name in path:
+            owner = owner[name]
+        owner.weight = owner.weight * 0
+        layer.self_attn.arrange()
+
+    return leave_out
+
+
+# Parts of an Inkling layer that an implementation may leave out or confuse with another.
+INKLING = {
+    "keys without a convolution": _of_convolution("self_attn", "k_sconv"),
+    "values without a convolution": _of_convolution("self_attn", "v_sconv"),
+    "attention's output without a convolution": _of_convolution("attn_sconv"),
+    "the experts' output without a convolution": _of_convolution("mlp_sconv"),
+    "taps in another order": lambda layer: _set(layer.mlp_sconv, "weight", layer.mlp_sconv.weight[:, ::-1]),
+    "no bias by distance": lambda layer: _set(layer.self_attn, "rel_proj", layer.self_attn.rel_proj * 0),
+    "scores times 1 / sqrt(d)": lambda layer: _switch(layer, scale=32**-0.5),
+    "queries that grow in windows": lambda layer: _switch(layer, query_scale=QueryLog(0.5, 10)),
+    "shared experts of equal weights": _weigh_equally,
+    "no learned factor": lambda layer: _set(layer.mlp, "output_scale", mx.ones((1,))),
+}
+
+
+@pytest.mark.parametrize("mistake", INKLING)
+def test_mistakes_in_inkling(mistake):
+    assert error_after(INKLING[mistake], "inkling") > 10 * TOLERANCE
+
+
+def test_embeddings_without_their_norm():
+    model = load_model(tiny_directory("inkling", "hub"), dtype=mx.float32)
+    model.model.embed_tokens.pop("norm")
+    assert error(model, "inkling") > 10 * TOLERANCE
 
 
 def test_norms_before_a_rotation_that_the_family_has_behind_it():

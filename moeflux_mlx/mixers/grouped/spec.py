@@ -184,6 +184,10 @@ class GroupedQuery(Mixer):
             return self.heads * tokens * min(positions, self.blocks.most)
         return self.heads * tokens * (min(positions, tokens + self.window) if self.window else positions)
 
+    @property
+    def attends_natively(self) -> bool:
+        return self.relative is None
+
     def is_read(self, name: str) -> bool:
         number = re.match(r"value_experts\.matrices\.(\d+)\.", name)
         return number is None or int(number[1]) < self.value_products
