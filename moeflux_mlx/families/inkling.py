@@ -7,6 +7,8 @@ Images, audio and draft layers are not read.
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from ..files import JsonDict
 from ..kinds import Experts, LayerSpec, QueryLog, Residual, Router, SharedExpert, ShortConvolution
 from ..mixers.grouped.spec import GroupedQuery, RelativeBias
@@ -86,20 +88,21 @@ def _scaled(layer: LayerSpec) -> LayerSpec:
 def _fused(spec: LayerSpec, layer: int, shards: int) -> FusedRows:
     """Rows of gate and up that alternate, and what mlx-vlm makes of the matrices that read the input of attention."""
     mixer, part, stem = spec.mixer, spec.feed_forward, f"model.layers.{layer}."
-    if shards > 1 or not isinstance(mixer, GroupedQuery) or mixer.relative is None or part is None:
+    mlp = part.shared if isinstance(part, Experts) else part
+    if shards > 1 or not isinstance(mixer, GroupedQuery) or mixer.relative is None or mlp is None:
         return {}
-    made: FusedRows = {}
-    mlp, width = ("mlp.", part.width) if not isinstance(part, Experts) else ("mlp.shared_expert.", part.shared.width)
-    pairs = grouped_rows(width, (1, 1))
-    made[f"{stem}{mlp}gate_up_proj"] = tuple(
-        (f"{stem}{mlp}{name}_proj", rows) for name, rows in zip(("gate", "up"), pairs, strict=True)
-    )
+    shared = "shared_expert." if isinstance(part, Experts) else ""
     widths = [mixer.heads * mixer.head_dim, *[mixer.kv_heads * mixer.head_dim] * 2, mixer.heads * mixer.relative.width]
-    own = grouped_rows(1, widths)
-    made[f"{stem}self_attn.qkvr_proj"] = tuple(
-        (f"{stem}self_attn.{name}_proj", rows) for name, rows in zip("qkvr", own, strict=True)
-    )
-    return made
+    pairs, attention = f"{stem}mlp.{shared}", f"{stem}self_attn."
+    return {
+        f"{pairs}gate_up_proj": _named(pairs, ("gate", "up"), grouped_rows(mlp.width, (1, 1))),
+        f"{attention}qkvr_proj": _named(attention, "qkvr", grouped_rows(1, widths)),
+    }
+
+
+def _named(stem: str, names: Sequence[str], parts: Sequence[np.ndarray]) -> tuple[tuple[str, np.ndarray], ...]:
+    """The rows of each part, by its module path."""
+    return tuple((f"{stem}{name}_proj", rows) for name, rows in zip(names, parts, strict=True))
 
 
 MATRICES = {"wq_du": "q", "wk_dv": "k", "wv_dv": "v", "wr_du": "r", "wo_ud": "o"}
@@ -110,11 +113,12 @@ RENAMES = (
     *((".attn.", ".self_attn."), (".rel_logits_proj.proj$", ".rel_proj"), ("sconv.conv.", "sconv.")),
     *((f".{theirs}.", f".{ours}_proj.") for theirs, ours in MATRICES.items()),
     *((".attn_norm.", ".input_layernorm."), (".mlp_norm.", ".post_attention_layernorm.")),
-    *((".gate.global_scale$", ".output_scale"), (".global_scale$", ".output_scale"), (".gate_weight$", ".gate.weight")),
+    *((f".mlp.{owner}global_scale$", ".mlp.output_scale") for owner in ("gate.", "")),
+    (".gate_weight$", ".gate.weight"),
     *((".mlp.gate.bias$", ".mlp.e_score_correction_bias"), (".w13_dn.", ".gate_up_proj."), (".w2_md.", ".down_proj.")),
     *((".shared_experts.", ".shared_expert."), (".shared_w13_weight", ".gate_up_proj.weight")),
     *((".shared_w2_weight", ".down_proj.weight"), (".experts.w13_weight", ".experts.gate_up_proj")),
-    (".experts.w2_weight", ".experts.down_proj"),
+    *((".experts.w2_weight", ".experts.down_proj"), ("_proj.scale2$", "_proj.weight_scale_2")),
 )
 INKLING = Family(
     _inkling,

@@ -20,6 +20,7 @@ ASIDE = (
 UNUSED_ENDING = (
     *(".rotary_emb.inv_freq", "activation_scale", ".input_scale", ".input_global_scale"),
     *(".k_scale", ".v_scale"),  # of keys and values in 8 bits
+    *(".input_amax", ".original_shape"),  # what ModelOpt measured, and the shape of what it rounded
     *(".gate.bias_vl", ".e_score_correction_bias_vl"),  # of DeepSeek's routers, for images
 )
 

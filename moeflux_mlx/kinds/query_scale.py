@@ -26,7 +26,7 @@ class QueryGrowth:
 
 @dataclass(frozen=True)
 class QueryLog:
-    """The factor of a query at position p: 1 + beta * ln(max((p + 1) / floor, 1)) (transformers, `InklingAttention`)."""
+    """The factor of a query at position p: 1 + beta * ln(max((p + 1) / floor, 1)) (transformers, Inkling)."""
 
     beta: float
     floor: int

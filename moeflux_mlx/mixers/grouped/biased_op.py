@@ -4,11 +4,12 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ...ops.backend import AnyArray, arange, computes_at_once, leave, view
+from ...ops.backend import AnyArray, arange, leave, of_kind
 from ...ops.positions import Steps
 from ...ops.query_scale import scaled_queries
 from ...ops.rows import StepRows
-from .op import Terms, attend_in_parts
+from .op import attend_in_parts
+from .terms import Terms
 
 
 class Distances(NamedTuple):
@@ -28,7 +29,7 @@ class Distances(NamedTuple):
         """What is added to the scores of a part of attention, as `in_parts` yields it. A `mask` of one token over a
         cache's slots (`Positions.mask`) says which it sees, and position p lies in slot p % `positions`.
         """
-        if isinstance(mask, mx.array) and mask.ndim == 4:
+        if len(getattr(mask, "shape", ())) == 4:
             ages = ((self.place - arange(positions, mx)) % positions)[None]
             return self._added(self.biases, ages, mask)
         before = positions - self.biases.shape[2]
@@ -56,8 +57,14 @@ def attend_biased(
     if isinstance(cache, StepRows):
         given = q, k, v, states
         return cache.each(given, lambda rows, *own: attend_biased(*own, profiles, rows.cache, terms))
-    if computes_at_once(q):
-        return view(attend_biased(*map(leave, (q, k, v, states)), profiles, cache, terms))
+    made = _attend(*map(leave, (q, k, v, states)), profiles, cache, terms)
+    return of_kind(made, q)
+
+
+def _attend(
+    q: mx.array, k: mx.array, v: mx.array, states: mx.array, profiles: mx.array, cache: Steps, terms: Terms
+) -> mx.array:
+    """`attend_biased` of one text or a batch of them."""
     position, place = cache.position, cache.offset
     states = scaled_queries(states, position, terms.query_scale).transpose(0, 2, 1, 3)
     distances = Distances(states @ profiles.astype(states.dtype), place, terms.window)

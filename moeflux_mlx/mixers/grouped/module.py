@@ -23,8 +23,9 @@ from ...ops.rows import AnyCache, StepRows, each_alone
 from ...ops.seen import Chosen
 from .biased_op import attend_biased
 from .blocks_op import attend_blocks, block_keys
-from .op import Terms, attend
+from .op import attend
 from .spec import GroupedQuery
+from .terms import Terms
 from .values_op import mix_values
 
 # The ends of names of parameters that stay float32, and names of tensors that tell another stored form.
