@@ -55,9 +55,12 @@ def attend_biased(
         profiles: [width, extent].
     """
     if isinstance(cache, StepRows):
-        given = q, k, v, states
-        return cache.each(given, lambda rows, *own: attend_biased(*own, profiles, rows.cache, terms))
-    made = _attend(*map(leave, (q, k, v, states)), profiles, cache, terms)
+
+        def of_row(rows: StepRows, q: AnyArray, k: AnyArray, v: AnyArray, states: AnyArray) -> AnyArray:
+            return attend_biased(q, k, v, states, profiles, rows.cache, terms)
+
+        return cache.each((q, k, v, states), of_row)
+    made = _attend(leave(q), leave(k), leave(v), leave(states), profiles, cache, terms)
     return of_kind(made, q)
 
 
