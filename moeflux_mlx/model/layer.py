@@ -41,7 +41,7 @@ class MixedRows(NamedTuple):
 
     arrays: list[AnyArray]
     kept: int
-    behind: tuple[tuple[LayerCache, int, Span], ...] = ()
+    behind: tuple[tuple[AnyCache, int, Span], ...] = ()
 
 
 class DecoderLayer(nn.Module):
