@@ -214,13 +214,16 @@ class Convolution(nn.Module):
 
 
 class Embedding(Weight):
-    """Rows of W [num_embeddings, dims] by token id."""
+    """Rows of W [num_embeddings, dims] by token id, normed if there is an `eps`."""
 
-    def __init__(self, num_embeddings: int, dims: int):
+    def __init__(self, num_embeddings: int, dims: int, eps: float | None = None):
         super().__init__(num_embeddings, dims)
+        if eps is not None:
+            self.norm = RMSNorm(dims, eps)
 
     def __call__(self, ids: Array) -> Array:
-        return embed(ids, self)
+        rows = embed(ids, self)
+        return self.norm(rows) if "norm" in self else rows
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class ModelArgs:
 
     `draft_head` is the layer of the draft head, if one is loaded. `embedding_scale` multiplies embeddings. `is_tied`:
     logits are products with the embeddings' matrix. `logit_scale` multiplies logits. `logit_softcap`: their limit,
-    applied like `Router.softcap`; None: no limit.
+    applied like `Router.softcap`; None: no limit. `norms_embeddings`: embeddings have a norm of their own.
 
     The properties that have names of Hugging Face's fields are read from the layers; those about attention are the
     first attention layer's.
@@ -56,6 +56,7 @@ class ModelArgs:
     is_tied: bool = False
     logit_softcap: float | None = None
     logit_scale: float = 1.0
+    norms_embeddings: bool = False
 
     @property
     def last_matrix(self) -> str:

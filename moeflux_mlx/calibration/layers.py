@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -243,7 +244,8 @@ class LayerRun:
             with observing(seen.observe) if seen is not None else nullcontext():
                 for number in numbers:
                     parts.append(self._mixed(layer, number, made, tables, chosen))
-            rows = MixedRows(backend.join([tuple(part.arrays) for part in parts], axis=1), parts[0].kept)
+            behind = tuple(chain.from_iterable(part.behind for part in parts))
+            rows = MixedRows(backend.join([tuple(part.arrays) for part in parts], axis=1), parts[0].kept, behind)
             parts.clear()
             count = sum(len(self.texts[number]) for number in numbers)
             with observing(seen.observe) if seen is not None else nullcontext():

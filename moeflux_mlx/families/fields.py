@@ -372,8 +372,8 @@ class Family:
         grouped: matrices that a checkpoint may store in groups of their rows, [groups, rows, columns], by the end of
             their module path.
         either_centred: MLX conversions may have left the norms of `zero_centred` as they were; their values tell.
-        longer: vectors of which a checkpoint may store more values than the model has, the first of them, by the end of
-            their names.
+        longer: vectors and matrices of which a checkpoint may store more values or rows than the model has, which are
+            the first of them, by the end of their names.
         in_rows: vectors that a checkpoint may store as several rows, by the end of their names.
         copies: layers -> {name: the names of parameters that have this tensor}, where one tensor is for several.
         interleaved_experts: rows of gate and up alternate where a checkpoint stores them as one, gate's first.

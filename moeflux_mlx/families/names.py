@@ -12,7 +12,7 @@ from .fields import HeadNames
 ASIDE = (
     *("mtp.", "mtp_", "visual.", "vision_tower.", "vision_model."),
     *("multi_modal_projector.", "mm_projector.", "vit_large_projector.", "patch_merge_mlp."),
-    *("embed_vision.", "audio_tower.", "audio_encoder.", "embed_audio.", "vit."),
+    *("embed_vision.", "audio_tower.", "audio_encoder.", "embed_audio.", "vit.", "audio."),
     *("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm."),
 )
 # Frequencies of rotations follow from the configuration; activations are not rounded to 8 bits; tokens of text take no
@@ -20,6 +20,7 @@ ASIDE = (
 UNUSED_ENDING = (
     *(".rotary_emb.inv_freq", "activation_scale", ".input_scale", ".input_global_scale"),
     *(".k_scale", ".v_scale"),  # of keys and values in 8 bits
+    *(".input_amax", ".original_shape"),  # what ModelOpt measured, and the shape of what it rounded
     *(".gate.bias_vl", ".e_score_correction_bias_vl"),  # of DeepSeek's routers, for images
 )
 

@@ -22,6 +22,7 @@ from . import (
     granite,
     hunyuan,
     hy_v4,
+    inkling,
     k2_horizon,
     kimi_linear,
     kolibri,
@@ -84,6 +85,7 @@ FAMILIES: dict[str, Family] = {
     **k2_horizon.FAMILIES,
     **axk2.FAMILIES,
     **dots3_note.FAMILIES,
+    **inkling.FAMILIES,
 }
 
 GGUF: dict[str, GgufFamily] = {

@@ -4,12 +4,13 @@ Each part is a frozen dataclass whose fields are switches that the model's code 
 belongs to.
 """
 
+from .convolution import ShortConvolution
 from .feed_forward import FORMS, SILU, Activation, ActivationForm, Dense, Experts, Router, SharedExpert
 from .index import HeadBlocks, Indexer, KeyBlocks
 from .layer import FeedForward, LayerSpec, Residual
 from .mixer import Attending, Mixer, product_operations
 from .ngrams import NGrams
-from .query_scale import QueryFactor, QueryGrowth, QueryScale
+from .query_scale import QueryFactor, QueryGrowth, QueryLog, QueryScale
 from .rotation import Llama3, Rotation, Yarn
 from .streams import (
     BlockSums,
@@ -43,12 +44,14 @@ __all__ = [
     "NGrams",
     "QueryFactor",
     "QueryGrowth",
+    "QueryLog",
     "QueryScale",
     "Residual",
     "Rotation",
     "Router",
     "SILU",
     "SharedExpert",
+    "ShortConvolution",
     "Shortcut",
     "Yarn",
     "product_operations",

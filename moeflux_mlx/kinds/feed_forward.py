@@ -17,7 +17,9 @@ class Router:
     weights. `own_norm`: the logits come from the stream in the router's own norm, whose weight is multiplied by
     hidden_size ** -0.5. `expert_scales`: the weight of each expert is multiplied by its own learned number instead of
     `scale`. `identities`: the logits behind those of the experts are of so many further ones, whose output is their
-    input.
+    input. `shared`: the logits behind those of the experts are of so many experts that every token uses; their scores
+    are part of the sum by which weights are divided, and they are weighed like the others. `learned_scale`: a learned
+    number multiplies all weights too.
     """
 
     experts: int
@@ -36,11 +38,16 @@ class Router:
     biases_logits: bool = False
     eps: float = 1e-20
     identities: int = 0
+    shared: int = 0
+    learned_scale: bool = False
 
     @property
     def of_choices(self) -> "Router":
-        """The same rule, whose experts are all that a token chooses among."""
-        return replace(self, experts=self.experts + self.identities, identities=0)
+        """The same rule, whose experts are all that a token chooses among. With shared experts the weights are scores,
+        because what divides them is not known yet.
+        """
+        made = replace(self, experts=self.experts + self.identities, identities=0)
+        return replace(made, normalise=False, scale=1.0, shared=0) if self.shared else made
 
 
 ActivationForm = Literal["silu", "gelu", "clip then silu", "silu then clip", "clip then swish", "relu", "situ"]
@@ -81,10 +88,13 @@ SILU = Activation()
 
 @dataclass(frozen=True)
 class Dense:
-    """One gated MLP of `width` for every token: down(activation(gate x, up x))."""
+    """One gated MLP of `width` for every token: down(activation(gate x, up x)), if it is `scaled` times a learned
+    number.
+    """
 
     width: int
     activation: Activation = SILU
+    scaled: bool = False
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -97,7 +107,7 @@ class SharedExpert:
     """An MLP next to the routed experts that every token uses. `gated`: its output is multiplied by the sigmoid of a
     gate. `averaged`: it is multiplied by 1/2, as the routed experts' is by the router's `scale`. `normed`: its input
     has its own norm, and its output and that of the routed experts are each normed before they are added. `matrices`:
-    three with a gate, two without.
+    three with a gate, two without. Its rows are those of the `Router.shared` experts, one after another.
     """
 
     width: int

@@ -25,6 +25,7 @@ class Residual:
     away (arXiv:1607.06450). `norm_groups`: norms of the stream take each of so many equal parts of it by itself.
     `gate_rank`: the norms before mixers and experts multiply each value of their result by the sigmoid of a gate, which
     two matrices make of the result through so many values; 0: they have no gates.
+    `convolved`: a part's output passes the convolution `branches` of the layer's mixer before it is added.
     """
 
     scale: float = 1.0
@@ -36,10 +37,16 @@ class Residual:
     centred: bool = False
     norm_groups: int = 1
     gate_rank: int = 0
+    convolved: bool = False
 
     @property
     def adds_itself(self) -> bool:
-        """Whether its norms are computed by themselves, and the feed-forward part's output is added by itself."""
+        """Whether the feed-forward part's output is added by itself."""
+        return self.norms_apart or self.convolved
+
+    @property
+    def norms_apart(self) -> bool:
+        """Whether its norms are computed by themselves."""
         return self.parallel or self.norm_groups > 1 or self.gate_rank > 0
 
     @property

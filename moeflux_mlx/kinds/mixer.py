@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
+from .convolution import ShortConvolution
 from .ngrams import NGrams
 from .rotation import Rotation
 
@@ -50,6 +51,13 @@ class Mixer:
     @property
     def ngrams(self) -> NGrams | None:
         """The n-grams that are added before it; None: none."""
+        return None
+
+    @property
+    def branches(self) -> ShortConvolution | None:
+        """What both parts of its layer make passes this before it is added to the stream; None: nothing. The last two
+        caches of the layer are theirs.
+        """
         return None
 
     @property
@@ -115,6 +123,11 @@ class Mixer:
     def native_temporaries(self, tokens: int, positions: int) -> int:
         """`temporaries` of the CPU's native kernels, which compute at once; by default they are the same."""
         return self.temporaries(tokens, positions)
+
+    @property
+    def attends_natively(self) -> bool:
+        """Whether those kernels also attend, without all scores at once; otherwise MLX's operations do."""
+        return True
 
     @property
     def handed_on(self) -> int:

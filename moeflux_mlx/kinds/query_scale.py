@@ -24,4 +24,12 @@ class QueryGrowth:
     length: int
 
 
-QueryFactor = QueryScale | QueryGrowth
+@dataclass(frozen=True)
+class QueryLog:
+    """The factor of a query at position p: 1 + beta * ln(max((p + 1) / floor, 1)) (transformers, Inkling)."""
+
+    beta: float
+    floor: int
+
+
+QueryFactor = QueryScale | QueryGrowth | QueryLog

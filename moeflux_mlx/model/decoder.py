@@ -46,7 +46,8 @@ class Decoder(nn.Module):
 
     def __init__(self, args: ModelArgs, experts: RoutedExpertsCall | None, forms: frozenset[str]):
         super().__init__()
-        self.embed_tokens = Embedding(args.vocab_size, args.hidden_size)
+        eps = args.rms_norm_eps if args.norms_embeddings else None
+        self.embed_tokens = Embedding(args.vocab_size, args.hidden_size, eps)
         self.layers: list[Any] = [DecoderLayer(args, i, experts, forms) for i in range(args.num_hidden_layers)]
         connections = args.connections
         if connections is None or not connections.has_own_norm:

@@ -5,12 +5,14 @@ next layer, and parts without experts, which compute what `MoE` does of a layer.
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from ..experts.routing import Pieces, RoutedExpertsCall
 from ..kinds import Dense, Experts, Residual, Shortcut
 from ..layers import MLP, OutputNorm, RMSNorm
-from ..ops.backend import AnyArray, Array, library_of
+from ..ops.backend import AnyArray, Array, library_of, of_kind
+from ..ops.route import SCORES
 from ..spec import ModelArgs
 from .moe import (
     BeforeExperts,
@@ -51,6 +53,8 @@ class DenseMLP(MLP):
 
     def __init__(self, part: Dense, hidden_size: int, residual: Residual = PLAIN, eps: float = 1e-6):
         super().__init__(hidden_size, part.width, part.activation)
+        if part.scaled:
+            self.output_scale = mx.ones((1,))
         self._adds = residual.connections is None and not residual.adds_itself  # otherwise the residual adds its output
         if residual.output_norms:
             self.output = OutputNorm(hidden_size, eps, residual.layer_scale)
@@ -59,7 +63,8 @@ class DenseMLP(MLP):
         """`residual` [B, L, D] plus the MLP's output for it, normed."""
         if "output" in self:
             return self.output(residual, self(residual, norm=norm))
-        return self(residual, norm=norm, residual=residual if self._adds else None)
+        scale = of_kind(self.output_scale, residual) if "output_scale" in self else None
+        return self(residual, scale, norm, residual if self._adds else None)
 
     def prepare(self, residual: Array, norm: RMSNorm | None, tokens: None = None) -> tuple[Array, ...]:
         """All of it."""
@@ -69,6 +74,45 @@ class DenseMLP(MLP):
         """Returns the result of `prepare`."""
         yield from ()
         return parts[0]
+
+
+class SharingMoE(MoE):
+    """An `MoE` whose shared experts are weighed with the routed ones (`Router.shared`). They are one MLP, in which each
+    has as many rows; the routed experts add their output, and the stream unless the residual adds it.
+    """
+
+    def _add_parts(self, part: Experts, hidden_size: int, residual: Residual, eps: float) -> None:
+        assert part.shared is not None and not part.shared.width % part.router.shared, "shared experts are equally wide"
+        self._is_apart, self._adds = True, not residual.adds_itself
+        self._each = part.shared.width // part.router.shared
+
+    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
+        before = super().choose(residual, norm, predict, tokens)
+        weights, beside = self._shares(before.x, before.logits, before.weights, residual)
+        return before._replace(residual=beside, weights=weights, host_copy=[])
+
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
+        B, L, _ = residual.shape
+        x, logits, _ = self._routed(residual, norm)
+        ids, scores = self.route(logits, tokens)
+        weights, beside = self._shares(x, logits, scores, residual)
+        return tuple(part.reshape(B, L, -1) for part in (beside, x, ids, weights))
+
+    def _shares(self, x: AnyArray, logits: AnyArray, scores: AnyArray, residual: AnyArray) -> tuple[AnyArray, AnyArray]:
+        """The weights [T, K] of the routed experts by their scores, and the shared experts' output, which they add."""
+        own = SCORES[self.rule.score](logits[:, self.rule.experts :])
+        factor = self._scale / (scores.sum(axis=-1, keepdims=True) + own.sum(axis=-1, keepdims=True))
+        if "output_scale" in self:
+            factor = factor * of_kind(self.output_scale, factor)
+        of_rows = library_of(x).repeat(own * factor, self._each, axis=-1)
+        added_to = residual.reshape(x.shape) if self._adds else None
+        return scores * factor, self.shared_expert(x, of_rows, residual=added_to).reshape(residual.shape)
+
+    def _choice(self, logits: AnyArray) -> None:
+        """None: kernels that choose themselves know no shared experts' part of a sum."""
+
+    def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> None:
+        """None: their weights are not known yet."""
 
 
 class ShortcutMoE(MoE):
@@ -144,6 +188,9 @@ def moe_of(
         kind = LatentMoE
     elif residual.output_norms or (part.shared is not None and part.shared.normed):
         kind = NormedMoE
+    if part.router.shared:
+        assert kind is MoE and residual.connections is None, "no family has latents or norms of experts that share"
+        return SharingMoE(part, hidden_size, layer, experts, residual, eps)
     if part.scales_input:
         assert kind is MoE, "no family has latents or norms of experts whose input is scaled"
         kind = InputScalingMoE

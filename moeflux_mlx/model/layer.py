@@ -12,18 +12,19 @@ from ..caches.stand_in import Traced
 from ..experts.routing import FromTables, Pieces, RoutedExpertsCall, as_share
 from ..experts.source import ExpertLoader
 from ..kinds import Experts
-from ..layers import Caches, MixerModule, OutputNorm, norm_of
+from ..layers import Caches, Convolution, MixerModule, OutputNorm, norm_of
 from ..mixers.registry import module_of
 from ..ops import backend
 from ..ops.backend import AnyArray, Array
-from ..ops.rows import StepRows, begin_row
+from ..ops.convolution import convolved
+from ..ops.rows import AnyCache, StepRows, begin_row
 from ..ops.seen import Chosen
 from ..spec import ModelArgs
 from .compiled import DecodeStep, by_case
 from .feed_forward import feed_forward_of
 from .moe import BeforeExperts, MoE
 from .ngrams import NGramLayer
-from .residual import NormedApart, NormedStream, OneStream, ResidualWay, SeveralStreams
+from .residual import ConvolvedStream, NormedApart, NormedStream, OneStream, ResidualWay, SeveralStreams
 from .span import MIXER_SHARE, Span
 from .streams import connection
 from .tokens import Tokens
@@ -35,10 +36,13 @@ class MixedRows(NamedTuple):
     Attributes:
         arrays: [B, N, .], one row of each for a token.
         kept: how many of them, the first ones, the residual keeps for its last sum.
+        behind: of each text whose rows these are, one after another, what convolves the feed-forward part's output:
+            the cache, its number in the layer, and the span; empty if nothing does.
     """
 
     arrays: list[AnyArray]
     kept: int
+    behind: tuple[tuple[AnyCache, int, Span], ...] = ()
 
 
 class DecoderLayer(nn.Module):
@@ -67,7 +71,12 @@ class DecoderLayer(nn.Module):
         elif spec.residual.output_norms:
             self.mixer_output = OutputNorm(*sizes)
             self.residual = NormedStream(self.mixer, self.input_layernorm, self.mixer_output)
-        elif spec.residual.adds_itself:
+        elif spec.residual.convolved:
+            assert spec.mixer.branches is not None, "a layer's mixer says how outputs are convolved"
+            sizes = spec.mixer.branches.channels, spec.mixer.branches.taps
+            self.attn_sconv, self.mlp_sconv = Convolution(*sizes), Convolution(*sizes)
+            self.residual = ConvolvedStream(self.mixer, self.input_layernorm, self.attn_sconv)
+        elif spec.residual.norms_apart:
             self.residual = NormedApart(self.mixer, self.input_layernorm, self.get("post_attention_layernorm"))
         else:
             self.residual = OneStream(self.mixer, self.input_layernorm)
@@ -90,6 +99,7 @@ class DecoderLayer(nn.Module):
         None before the first layer. `tokens`: may be None for a layer that reads none.
         """
         chosen = chosen or Chosen()
+        caches, behind = self._parted(caches)
         if not self.residual.takes_rows and isinstance(caches[0], StepRows):
             return self._of_rows(h, caches, chosen, tokens)
         if self._step is not None and DecodeStep.takes(h, [caches]):
@@ -99,9 +109,18 @@ class DecoderLayer(nn.Module):
                 arrays += tokens.arrays(self._tables)
             handed, kept, *parts = step(h, [caches], *arrays)
             chosen.take(handed)
-            return self.residual.added(self.mlp.run_experts(BeforeExperts(*parts)), *kept)
+            return self._added(self.mlp.run_experts(BeforeExperts(*parts)), kept, behind)
         x, *kept = self._mixed(h, caches, chosen, tokens)
-        return self.residual.added(self.mlp.forward(x, self._second_norm, self._ids(x, tokens)), *kept)
+        return self._added(self.mlp.forward(x, self._second_norm, self._ids(x, tokens)), kept, behind)
+
+    def _parted(self, caches: Caches) -> tuple[Caches, AnyCache | None]:
+        """The caches of what comes before the feed-forward part, and that of the convolution of its output."""
+        return (caches[:-1], caches[-1]) if "mlp_sconv" in self else (caches, None)
+
+    def _added(self, out: AnyArray, kept: Sequence[AnyArray], behind: AnyCache | None) -> AnyArray:
+        """The streams behind the layer."""
+        out = out if behind is None else convolved(out, behind, self.mlp_sconv.weight)
+        return self.residual.added(out, *kept)
 
     def _choose(
         self, predict: bool, given: tuple[bool, ...], h: mx.array, caches: Sequence[Traced], *arrays: mx.array
@@ -195,6 +214,8 @@ class DecoderLayer(nn.Module):
         kept: list[AnyArray] = []
         for cache in caches:
             cache.expect(span.length)
+        caches, last = self._parted(caches)
+        behind = () if last is None else ((last, len(caches), span),)
         for start, end in span.blocks(caches):
             tokens = span.inputs.at(start, end) if span.inputs is not None and self._reads_tokens else None
             self._relieve()
@@ -208,12 +229,24 @@ class DecoderLayer(nn.Module):
                 backend.finish(parts[-1][0])
             parts.append(part)
             yield start / span.length
-        return MixedRows(backend.join(parts, axis=1), len(kept))
+        return MixedRows(backend.join(parts, axis=1), len(kept), behind)
 
     def finish_rows(self, rows: MixedRows) -> Pieces[AnyArray]:
         """The layer's output [B, N, .] for the rows of a span, or of several joined: the experts over all of them."""
         kept, prepared = rows.arrays[: rows.kept], rows.arrays[rows.kept :]
-        return self.residual.added((yield from self.mlp.finish_span(prepared)), *kept)
+        out = yield from self.mlp.finish_span(prepared)
+        return self.residual.added(self._convolved(out, rows) if rows.behind else out, *kept)
+
+    def _convolved(self, out: AnyArray, rows: MixedRows) -> AnyArray:
+        """The feed-forward part's output [B, N, D] for `rows`, convolved text by text."""
+        parts, at = list[AnyArray](), 0
+        for cache, number, span in rows.behind:
+            for start, end in span.blocks([cache]):
+                own = backend.contiguous(out[:, at + start : at + end])
+                parts.append(convolved(own, cache, self.mlp_sconv.weight))
+                span.passed(end, [cache], number)
+            at += span.length
+        return parts[0] if len(parts) == 1 else backend.library_of(out).concatenate(parts, axis=1)
 
     def _relieve(self) -> None:
         """Returns memory of experts that the machine is short of before more is taken."""

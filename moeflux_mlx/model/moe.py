@@ -62,7 +62,7 @@ class MoE(nn.Module):
     to the stream; `eps` is that of the block's own norms.
     """
 
-    kept_float32: ClassVar[tuple[str, ...]] = ("e_score_correction_bias", "expert_scales")
+    kept_float32: ClassVar[tuple[str, ...]] = ("e_score_correction_bias", "expert_scales", "output_scale")
 
     def __init__(
         self,
@@ -75,8 +75,9 @@ class MoE(nn.Module):
     ):
         super().__init__()
         self.layer, self.rule, self.experts = layer, part.router.of_choices, experts
+        self._scale = part.router.scale
         self.reads_tokens = self.rule.table is not None  # whether it needs the tokens' ids
-        self.gate = Linear(hidden_size, self.rule.experts, self.rule.logit_bias)
+        self.gate = Linear(hidden_size, self.rule.experts + part.router.shared, self.rule.logit_bias)
         if self.rule.table is not None:
             self.tid2eid = mx.zeros((self.rule.table, self.rule.top_k), mx.uint32)
         if self.rule.correction_bias:
@@ -87,6 +88,8 @@ class MoE(nn.Module):
                 self.shared_expert_gate = Linear(hidden_size, 1)
         if self.rule.own_norm:
             self.gate_norm = RMSNorm(hidden_size, eps)
+        if self.rule.learned_scale:
+            self.output_scale = mx.ones((1,))
         if self.rule.expert_scales:
             self.expert_scales = mx.ones((self.rule.experts,))
         self._averages = part.shared is not None and part.shared.averaged

@@ -6,8 +6,9 @@ and with what it kept of them it adds the part's output.
 
 from typing import Any, ClassVar
 
-from ..layers import Caches, MixerModule, OutputNorm, RMSNorm
+from ..layers import Caches, Convolution, MixerModule, OutputNorm, RMSNorm
 from ..ops.backend import AnyArray, Array
+from ..ops.convolution import convolved
 from ..ops.seen import Chosen
 
 
@@ -54,6 +55,25 @@ class NormedApart(OneStream):
         parts = self.mixer.begin(x, None)
         h = self.mixer.end(self.mixer.mix(parts, caches, chosen), parts, h)
         return x if self.behind is None else self.behind(h), h
+
+    def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
+        return kept[0] + out
+
+
+class ConvolvedStream(OneStream):
+    """One stream, to which convolved outputs are added: h + c(mixer(norm(h))). Another convolution is behind the
+    feed-forward part, which `added` gets. The mixer's layer has the cache of this one last.
+    """
+
+    def __init__(self, mixer: MixerModule, norm: Any, convolution: Convolution):
+        super().__init__(mixer, norm)
+        self.convolution = convolution
+
+    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
+        """The stream with the mixer's output, as the feed-forward part's input, and once more for `added`."""
+        out = self.mixer.mixed(h, self.norm, caches, chosen)
+        h = h + convolved(out, caches[-1], self.convolution.weight)
+        return h, h
 
     def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
         return kept[0] + out

@@ -109,9 +109,9 @@ class Span:
         self.undo(caches)
         self._before |= {i: cache.kept() for i, cache in enumerate(caches, first)}
 
-    def passed(self, end: int, caches: Sequence[LayerCache]) -> None:
-        """Records that the layer's mixer has absorbed the first `end` tokens."""
-        for i, cache in enumerate(caches, self._first):
+    def passed(self, end: int, caches: Sequence[LayerCache], first: int = 0) -> None:
+        """Records that caches of the layer, from number `first` on, have absorbed the first `end` tokens."""
+        for i, cache in enumerate(caches, self._first + first):
             kept = cache.kept() if end in self.keep else None
             if kept is not None:
                 self.kept.setdefault(end, {})[i] = kept

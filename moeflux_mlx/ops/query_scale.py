@@ -6,7 +6,7 @@ from types import ModuleType
 
 import mlx.core as mx
 
-from ..kinds import QueryFactor, QueryGrowth
+from ..kinds import QueryFactor, QueryGrowth, QueryLog
 from .backend import AnyArray, Array, library_of, of_kind
 from .launch import Input
 
@@ -15,6 +15,9 @@ def query_factors(positions: AnyArray, by: QueryFactor, library: ModuleType) -> 
     """The float32 factors of queries at integer positions, with operations of numpy or MLX."""
     if isinstance(by, QueryGrowth):
         return library.exp(by.exponent * library.log1p((positions + 1).astype(library.float32) / by.length))
+    if isinstance(by, QueryLog):
+        share = (positions + 1).astype(library.float32) / by.floor
+        return 1.0 + by.beta * library.log(library.maximum(share, 1.0))
     stretches = (positions + by.first) // by.original_max_position_embeddings
     return 1.0 + by.beta * library.log1p(stretches.astype(library.float32))
 

@@ -1,7 +1,7 @@
 """Finds each expert's matrices in a checkpoint: one by one, stacked, or with gate and up fused."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import mlx.core as mx
@@ -15,7 +15,7 @@ from ..spec import ModelArgs
 from .ggml import tables
 from .gguf_tensors import check_experts_type
 from .lookup import find_matrix, find_transposed
-from .matrix import Matrix, finite, shaped, typed
+from .matrix import Matrix, MatrixOfOnes, finite, shaped, typed
 from .rounding import Rounding
 from .source_format import SourceFormat
 
@@ -150,7 +150,11 @@ class FusedExperts:
 
 
 class StackedExperts:
-    """MLX's `switch_mlp.{gate,up,down}_proj`, each [E, rows, cols]; gpt-oss has them as `experts`."""
+    """MLX's `switch_mlp.{gate,up,down}_proj`, each [E, rows, cols]; gpt-oss has them as `experts`. Beside Inkling's,
+    mlx-vlm has factors of products, which differ from 1 only where codes are nvfp4.
+
+    Raises ModelFileError: there are such factors of nvfp4.
+    """
 
     def __init__(self, args: ModelArgs, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat):
         E = args.num_experts
@@ -158,6 +162,7 @@ class StackedExperts:
             check_experts_type(find_matrix(tensors, f"{stem}.{projection}", (E, *shape), form))
             for projection, shape in _shapes(args)
         ]
+        self._beside = [_with_factors(tensors, stem, *one) for one in zip(self.stacks, FACTORS, strict=False)]
         self.stacked_biases = [
             _find_bias(args, tensors, f"{stem}.{projection}.bias", (E, shape[0])) for projection, shape in _shapes(args)
         ]
@@ -167,11 +172,25 @@ class StackedExperts:
         return [bias for bias in self.stacked_biases if bias is not None]
 
     def matrices(self) -> Sequence[list[Matrix]]:
-        return [[stack] for stack in self.stacks]
+        return [[stack] for stack in self._beside]
 
     def parts(self, expert: int) -> list[ExpertPart]:
         pairs = zip(self.stacks, self.stacked_biases, strict=True)
         return [_whole(stack[expert], _entry(bias, expert)) for stack, bias in pairs]
+
+
+FACTORS = ("gate_scale", "", "out_scale")  # beside a layer's stacks
+
+
+def _with_factors(tensors: Mapping[str, Tensor], stem: str, stack: Matrix, name: str) -> Matrix:
+    factor = tensors.get(f"{stem}.{name}")
+    if factor is None:
+        return stack
+    if stack.quant is not None and stack.quant.mode == "nvfp4":
+        raise ModelFileError(
+            f"tensor {factor.name} has factors of nvfp4 experts, which are not read; download the published checkpoint"
+        )
+    return MatrixOfOnes(**{field.name: getattr(stack, field.name) for field in fields(stack)}, ones=factor)
 
 
 class SingleExperts:

@@ -9,7 +9,7 @@ from ..formats.checkpoint import FLOATS, Tensor
 from ..quant import FLOAT, GLOBAL_SCALE, MLX_MODES, Quant
 from .foreign import find_foreign
 from .gguf_tensors import find_blocks
-from .matrix import Matrix, TransposedMatrix, shaped, typed
+from .matrix import Matrix, MatrixOfColumns, TransposedMatrix, shaped, typed
 from .small_floats import find_small_floats
 from .source_format import SourceFormat
 
@@ -46,7 +46,11 @@ def find_matrix(
         return _quantized_matrix(tensors, path, weight, shape, form)
     if inverse is not None:
         return _fp8_matrix(weight, inverse, shape, form, shards)
-    shaped(typed(weight, FLOATS), shape)
+    typed(weight, FLOATS)
+    if len(shape) == 2 and len(weight.shape) == 3 and weight.shape[0] * weight.shape[2] == shape[1]:
+        shaped(weight, (weight.shape[0], shape[0], weight.shape[2]))
+        return MatrixOfColumns(shape, weight)
+    shaped(weight, shape)
     return Matrix(shape, weight)
 
 

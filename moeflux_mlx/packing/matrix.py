@@ -137,6 +137,29 @@ class TransposedMatrix(Matrix):
         return finite(self.weight, self.weight.read().swapaxes(-1, -2)[start:stop])
 
 
+@dataclass(frozen=True)
+class MatrixOfColumns(Matrix):
+    """Floats, stored as [parts, rows, columns / parts]: columns of each part behind those of the part before."""
+
+    def rows(self, start: int, stop: int) -> Matrix:
+        raise NotImplementedError
+
+    def values(self, start: int = 0, stop: int | None = None) -> mx.array:
+        parts = self.weight.read()[:, start:stop].swapaxes(0, 1)
+        return finite(self.weight, parts.reshape(parts.shape[0], -1))
+
+
+@dataclass(frozen=True)
+class MatrixOfOnes(Matrix):
+    """A stack beside which `ones` lie: factors of each matrix's products, which are all 1."""
+
+    ones: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors, *([] if self.ones is None else [self.ones]))
+
+
 def typed(tensor: Tensor, wanted: tuple[str, ...]) -> Tensor:
     if tensor.dtype not in wanted:
         raise ModelFileError(f"{tensor.file}: tensor {tensor.name} is {tensor.dtype}; expected {' or '.join(wanted)}")

@@ -125,7 +125,9 @@ def plan_resident(
             sum(len(rows) for _, rows in pieces if rows is not None),
             ours.matrices[pieces[0][0]][-1],
         )
-        matrix = find_matrix(tensors, path, shape, form, shards=shards if path in fused else 1)
+        more = _rows_of_longer(args, tensors, f"{path}.weight", shape)
+        matrix = find_matrix(tensors, path, (more, *shape[1:]), form, shards=shards if path in fused else 1)
+        matrix = matrix if more == shape[0] else matrix.rows(0, shape[0])
         sources.append(_matrix_source(args, matrix, pieces, wanted, as_stored))
     centred = (has_zero_centred_norms if kind is Model else lack_their_one)(args, tensors)
     lacking = _lacking_biases(ours, tensors, wanted.without_correction_bias)
@@ -134,6 +136,13 @@ def plan_resident(
     sources += [ZeroSource(name, ours.plain[name]) for name in lacking]
     sources.sort(key=lambda source: source.written[0].name)
     return ResidentPlan(tuple(sources))
+
+
+def _rows_of_longer(args: ModelArgs, tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> int:
+    """The rows of a matrix that is needed in this shape, as it is stored."""
+    if name not in tensors or not name.endswith(FAMILIES[args.model_type].longer):
+        return shape[0]
+    return max(shape[0], *tensors[name].shape[:1])
 
 
 def _check_rows(ours: Needed, tensors: Mapping[str, Tensor]) -> None:

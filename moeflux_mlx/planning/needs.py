@@ -105,10 +105,12 @@ def _mixer_bytes(args: ModelArgs, tokens: int, demand: Demand, context: int) -> 
     """Bytes of the layer that needs most: its mixer or its dense MLP."""
 
     def values(mixer: Mixer) -> int:
+        scores = SCORES_COPIES * min(mixer.scores(tokens, context), SCORES)
         if demand.native:
             # They compute at once: what the block leaves behind, in all streams and for the experts, is not there yet.
-            return mixer.native_temporaries(tokens, context) - (_streams(args) + 2) * tokens * args.hidden_size
-        return mixer.temporaries(tokens, context) + SCORES_COPIES * min(mixer.scores(tokens, context), SCORES)
+            own = mixer.native_temporaries(tokens, context) + (0 if mixer.attends_natively else scores)
+            return own - (_streams(args) + 2) * tokens * args.hidden_size
+        return mixer.temporaries(tokens, context) + scores
 
     mlp = 3 * tokens * max(layer.row_width for layer in args.layers)
     blocks = 1 if demand.native else 2  # a GPU gets the next block before this one is done

@@ -1,8 +1,8 @@
 """Makes the golden logits of tests/fixtures/models with Hugging Face transformers.
 
-Needs torch and transformers (not needed by the tests), and for what transformers does not have: for g9v3 the packages
-rapid-mlx 0.16.10 and mlx-lm, for kimi_k3 mlx-lm 0.32.2, for
-deepseek_v41 that with the n-grams of mlx-vlm 0.7.10; k2_horizon, which no package has, is computed by k2_horizon.py:
+Needs torch and transformers, which wants scipy for inkling (not needed by the tests), and for what transformers does
+not have: for g9v3 the packages rapid-mlx 0.16.10 and mlx-lm, for kimi_k3 mlx-lm 0.32.2, for deepseek_v41 that with the
+n-grams of mlx-vlm 0.7.10; k2_horizon, which no package has, is computed by k2_horizon.py:
 
     python scripts/goldens/make_goldens.py [--only FAMILY ...] [--checkpoints DIR]
 
@@ -53,6 +53,14 @@ OTHER_PARTS = ("model.visual.", "vision_model.", "vit_large_projector.", "model.
 OTHER_PARTS += ("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm.")
 OTHER_PARTS += ("vit.", "vision_tower.", "multi_modal_projector.", "patch_merge_mlp.", "model.vision_tower.")
 OTHER_PARTS += ("audio_encoder.", "model.audio_tower.", "model.vision_adapter.", "model.vision_projection.")
+OTHER_PARTS += (
+    "vit.",
+    "vision_tower.",
+    "model.audio",
+    "multi_modal_projector.",
+    "patch_merge_mlp.",
+    "model.vision_tower.",
+)
 FIRST = {"mistral4": 8172, "beam": 600}  # position of the first token, if it is not 0
 # Lengths of texts that differ from the default.
 LENGTHS = dict.fromkeys(
@@ -61,6 +69,7 @@ LENGTHS = dict.fromkeys(
 LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80, "lfm2_moe": 64, "bailing_hybrid": 64, "kimi_linear": 64}
 LENGTHS |= {"kimi_k3": 64, "deepseek_v41": 40, "granitemoehybrid": 64, "llama4": 64}
 LENGTHS |= {"mistral_large4": 64, "axk2": 64, "dots3_note": 64, "muse_spark": 64}
+LENGTHS |= {"mistral_large4": 64, "inkling": 64}
 # What routers with a correction bias add it to, if not to sigmoids.
 SCORES = {"Kolibri1TopKRouter": lambda logits: logits, "Ernie4_5_MoeTopKRouter": lambda logits: logits.softmax(-1)}
 ENDS = {"qwen4_exp": (12, 13, 41)}  # places of the token that ends a text, where n-grams begin anew

@@ -66,6 +66,7 @@ def resident_model(monkeypatch, request):
         "kimi_k3",
         "llama4",
         "cohere2_moe",
+        "inkling",
         "longcat_flash",
         "mistral_large4",
         *SOME_CHOOSING,
@@ -118,7 +119,7 @@ def attending(model):
         *map(full, ("deepseek_v4", "qwen3_moe", "qwen3_next", "nemotron_h", "qwen4_exp", "glm5_next", "minimax_m3_vl")),
         *map(full, ("ernie4_5_moe", "afmoe", "flint", "kolibri1", "qwen2_moe", "olmoe", "mixtral")),
         *map(full, ("bailing_hybrid", "kimi_linear", "beam", "hy_v4", "kimi_k3")),
-        *map(full, ("granitemoehybrid", "llama4", "cohere2_moe", "longcat_flash", "mistral_large4")),
+        *map(full, ("granitemoehybrid", "llama4", "cohere2_moe", "longcat_flash", "mistral_large4", "inkling")),
     ],
 )
 def test_tokens_on_kernels_equal_those_on_plain_operations(monkeypatch, family):
@@ -211,6 +212,7 @@ MOST |= {"mistral_large4": 18}  # queries grow, and an indexer makes its own of 
 MOST |= {"k2_horizon": 19}  # norms of halves, and MLX's operations choose value experts and multiply with them
 MOST |= {"axk2": 29}  # norms with gates, and gates of values, by MLX's operations
 MOST |= {"dots3_note": 32, ("dots3_note", 1): 20}  # MLX's operations attend to latents of a window
+MOST |= {"inkling": 40}  # biases by distance, convolutions and what divides weights are MLX's operations
 MOST |= {"bailing_hybrid": 12}  # four gates would put rows where kernels cannot read them
 MOST |= {"llama4": 11}  # the input of its experts is scaled
 MOST |= {"longcat_flash": 24}  # the experts that return their input are taken out by MLX's operations

@@ -11,7 +11,7 @@ import pytest
 from grids import drawn
 from tiny_models import on_cpu, tiny_directory, tiny_model, use_plain_operations, with_config
 
-from moeflux_mlx.kinds import Activation, QueryGrowth, QueryScale
+from moeflux_mlx.kinds import Activation, QueryGrowth, QueryLog, QueryScale
 from moeflux_mlx.mixers.compressed import op as compressed
 from moeflux_mlx.mixers.latent import module as mla
 from moeflux_mlx.mixers.latent import op as latent
@@ -272,6 +272,8 @@ IGNORED = [
     *(("dots3_note", {name: value}) for name, value in (("rms_norm_eps", None), ("routed_scaling_factor", None))),
     *(("axk2", {name: value}) for name, value in (("index_topk", 13), ("indexer_rope_interleave", True))),
     *(("axk2", {name: value}) for name, value in (("rms_norm_eps", None), ("rope_parameters", {"rope_theta": 1e5}))),
+    *(("inkling", {name: None}) for name in ("log_scaling_n_floor", "log_scaling_alpha", "route_scale")),
+    *(("inkling", {name: None}) for name in ("logits_mup_width_multiplier", "rms_norm_eps")),
     ("lfm2_moe", {"norm_eps": None}),
     ("lfm2_moe", {"rope_theta": None}),
     ("lfm2_moe", {"norm_topk_prob": False}),
@@ -335,6 +337,7 @@ BIASED += (
 )
 BIASED += ("kimi_k3", "sarvam_moe", "sarvam_mla", "dots1")
 BIASED += ("deepseek_v41", "longcat_flash", "k2_horizon", "axk2", "dots3_note")
+BIASED += ("deepseek_v41", "longcat_flash", "k2_horizon", "inkling")
 
 
 @pytest.mark.parametrize("family", BIASED)
@@ -667,6 +670,53 @@ DOTS3_NOTE = {
 @pytest.mark.parametrize("mistake", DOTS3_NOTE)
 def test_mistakes_in_dots3_note(mistake):
     assert error_after(DOTS3_NOTE[mistake], "dots3_note") > 10 * TOLERANCE
+
+
+def _weigh_equally(layer):
+    """Gives shared experts logits of 0."""
+    if "gate" in layer.mlp:
+        shared = layer.mlp.gate.weight[layer.mlp.rule.experts :] * 0
+        layer.mlp.gate.weight = mx.concatenate([layer.mlp.gate.weight[: layer.mlp.rule.experts], shared])
+        layer.mlp.arrange()
+
+
+def _of_convolution(*path):
+    """Leaves the convolution out."""
+
+    def leave_out(layer):
+        owner = layer
+        for name in path:
+            owner = owner[name]
+        owner.weight = owner.weight * 0
+        layer.self_attn.arrange()
+
+    return leave_out
+
+
+# Parts of an Inkling layer that an implementation may leave out or confuse with another.
+INKLING = {
+    "keys without a convolution": _of_convolution("self_attn", "k_sconv"),
+    "values without a convolution": _of_convolution("self_attn", "v_sconv"),
+    "attention's output without a convolution": _of_convolution("attn_sconv"),
+    "the experts' output without a convolution": _of_convolution("mlp_sconv"),
+    "taps in another order": lambda layer: _set(layer.mlp_sconv, "weight", layer.mlp_sconv.weight[:, ::-1]),
+    "no bias by distance": lambda layer: _set(layer.self_attn, "rel_proj", layer.self_attn.rel_proj * 0),
+    "scores times 1 / sqrt(d)": lambda layer: _switch(layer, scale=32**-0.5),
+    "queries that grow in windows": lambda layer: _switch(layer, query_scale=QueryLog(0.5, 10)),
+    "shared experts of equal weights": _weigh_equally,
+    "no learned factor": lambda layer: _set(layer.mlp, "output_scale", mx.ones((1,))),
+}
+
+
+@pytest.mark.parametrize("mistake", INKLING)
+def test_mistakes_in_inkling(mistake):
+    assert error_after(INKLING[mistake], "inkling") > 10 * TOLERANCE
+
+
+def test_embeddings_without_their_norm():
+    model = load_model(tiny_directory("inkling", "hub"), dtype=mx.float32)
+    model.model.embed_tokens.pop("norm")
+    assert error(model, "inkling") > 10 * TOLERANCE
 
 
 def test_norms_before_a_rotation_that_the_family_has_behind_it():

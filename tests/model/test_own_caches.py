@@ -26,6 +26,7 @@ STARTS = {
     "deepseek_v4": 14,
     "glm5_next": 17,
     "glm_moe_dsa": 14,
+    "inkling": 12,
     "lfm2_moe": 3,
     "minimax_m3_vl": 21,
     "nemotron_h": 16,
@@ -60,7 +61,7 @@ def test_texts_side_by_side(family):
 def test_what_is_cut_kept_or_saved_goes_on_alike(family, lengths, back, way):
     """The text is cut if no layer is recurrent, taken back to a kept state, or saved and loaded."""
     model, tokens = opened(family)
-    is_recurrent = any(mixer.attention is None for mixer in model.args.mixers)
+    is_recurrent = any(mixer.attention is None or mixer.branches for mixer in model.args.mixers)
     lengths = lengths[: max(1, int(np.searchsorted(np.cumsum(lengths), 50)))]
     position, cache, fresh = sum(lengths), model.make_cache(), model.make_cache()
     logits(model, tokens, lengths, cache)

@@ -121,6 +121,7 @@ def plain_model(family):
                 "gemma4",
                 "beam",
                 "kimi_k3",
+                "inkling",
                 "deepseek_v41",
                 "llama4",
                 "cohere2_moe",

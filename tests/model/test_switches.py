@@ -11,10 +11,20 @@ from metal import fast, msl
 from moeflux_mlx.errors import ConfigError
 from moeflux_mlx.formats.layout_file import from_json, to_json
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.kinds import Activation, Experts, QueryGrowth, QueryScale, Rotation, Router, SharedExpert
+from moeflux_mlx.kinds import (
+    Activation,
+    Experts,
+    QueryGrowth,
+    QueryLog,
+    QueryScale,
+    Rotation,
+    Router,
+    SharedExpert,
+    ShortConvolution,
+)
 from moeflux_mlx.layers import MLP, Linear, RMSNorm, Stack
 from moeflux_mlx.mixers.grouped.module import Attention
-from moeflux_mlx.mixers.grouped.spec import GroupedQuery
+from moeflux_mlx.mixers.grouped.spec import GroupedQuery, RelativeBias
 from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.model.moe import MoE
 from moeflux_mlx.model.tensors import needed
@@ -53,6 +63,10 @@ CASES = {
     "queries that grow": replace(PLAIN, rotation=None, query_scale=QueryGrowth(0.7, 3)),
     "queries that grow in steps": replace(PLAIN, query_scale=QueryScale(0.7, 3)),
     "queries that grow in steps from the second on": replace(PLAIN, query_scale=QueryScale(0.7, 3, first=1)),
+    "queries that grow by a logarithm": replace(PLAIN, query_scale=QueryLog(0.7, 3)),
+    "a bias by distance": replace(PLAIN, rotation=None, relative=RelativeBias(3, 5), query_scale=QueryLog(0.7, 3)),
+    "a bias by distance in a window": replace(PLAIN, rotation=None, window=7, relative=RelativeBias(3, 5)),
+    "a convolution of keys and values": replace(PLAIN, convolution=ShortConvolution(128, 4)),
     "narrow values": replace(PLAIN, head_dim=96, value_dim=32, value_scale=0.5, scale=0.2),
     "values are keys": replace(PLAIN, value_is_key=True),
     "values in a norm": replace(PLAIN, value_norm=True),
@@ -94,9 +108,12 @@ def turned(x, rotation):
 
 
 def query_factors(positions, by):
-    """Computes the factors in float64 (transformers: `compute_attention_scaling` of Beam, `Llama4TextAttention`)."""
+    """Computes the factors in float64 (transformers: `compute_attention_scaling` of Beam, `Llama4TextAttention`, and
+    `InklingAttention`)."""
     if isinstance(by, QueryGrowth):
         return (1 + (positions + 1) / by.length) ** by.exponent
+    if isinstance(by, QueryLog):
+        return 1 + by.beta * np.log(np.maximum((positions + 1) / by.floor, 1))
     return 1 + by.beta * np.log1p((positions + by.first) // by.original_max_position_embeddings)
 
 
@@ -116,11 +133,30 @@ def mixed(layer, h):
     return (made / (1 + np.exp(-made)) * weights[..., None]).sum(1)
 
 
+def convolution(x, layer):
+    """The sum of the last inputs of each channel of x [L, C], each times its tap, the last tap for the newest."""
+    weight = wide(layer.weight)[..., 0].T
+    padded = np.concatenate([np.zeros((len(weight) - 1, x.shape[1])), x])
+    return sum(padded[i : i + len(x)] * tap for i, tap in enumerate(weight))
+
+
+def biases(layer, part, h):
+    """Scores' biases [heads, L, L] by distance (transformers, `InklingRelativeLogits`)."""
+    states = projected(layer.r_proj, h).reshape(len(h), part.heads, -1)
+    if part.query_scale:
+        states = states * query_factors(np.arange(len(h)), part.query_scale)[:, None, None]
+    profiles = np.pad(wide(layer.rel_proj), ((0, 0), (0, len(h))))
+    ages = np.maximum(np.arange(len(h))[:, None] - np.arange(len(h)), 0)
+    return np.einsum("qhd,dqk->hqk", states, profiles[:, ages])
+
+
 def wanted(layer, part, norm, x):
     """Computes the layer over x [L, HIDDEN] in float64, in the plain form (Vaswani et al., arXiv:1706.03762, eq. 1)."""
     h, L, D = normed(x, norm), len(x), part.head_dim
     q, k = (projected(layer[f"{name}_proj"], h) for name in "qk")
     v = k if part.value_is_key else mixed(layer, h) if part.value_experts else projected(layer.v_proj, h)
+    if part.convolution:
+        k, v = k + convolution(k, layer.k_sconv), v + convolution(v, layer.v_sconv)
     q, gate = np.split(q.reshape(L, part.heads, -1), [D], axis=-1)
     k, v = k.reshape(L, -1, D), part.value_scale * v.reshape(L, -1, part.value_width)
     if part.value_norm:
@@ -140,6 +176,8 @@ def wanted(layer, part, norm, x):
         q = q * query_factors(np.arange(L), part.query_scale)[:, None, None]
     k, v = (np.repeat(one, part.heads // part.kv_heads, axis=1) for one in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) * (part.scale or D**-0.5)
+    if part.relative:
+        scores += biases(layer, part, h)
     scores[:, ~np.tri(L, dtype=bool)] = -np.inf
     if part.chunked:
         chunks = np.arange(L) // part.window
@@ -206,6 +244,10 @@ DIFFERENT += [
     {"value_scale": 0.7},
     {"scale": 0.1},
     {"rotates_first": True},
+    {"rotation": None, "relative": RelativeBias(3, 5)},
+    {"rotation": None, "relative": RelativeBias(3, 2)},
+    {"query_scale": QueryLog(0.7, 3)},
+    {"convolution": ShortConvolution(128, 4)},
 ]
 
 

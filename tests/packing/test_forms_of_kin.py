@@ -213,6 +213,68 @@ def test_what_mlx_lm_joins_of_kimi_k3(tmp_path):
     assert np.array_equal(logits(path, family), wanted) and np.array_equal(logits(packed(path), family), wanted)
 
 
+def test_what_mlx_vlm_joins_of_inkling(tmp_path):
+    """The matrices that read attention's input. Factors beside stacks are 1; with nvfp4 they are refused."""
+    family, tensors = "inkling", dict(goldens.mlx_tensors("inkling"))
+    for layer in range(goldens.text_config(family)["num_hidden_layers"]):
+        stem = f"language_model.model.layers.{layer}."
+        for part in ("weight", "scales", "biases"):
+            parts = [tensors.pop(f"{stem}self_attn.{one}_proj.{part}") for one in "qkvr"]
+            tensors[f"{stem}self_attn.qkvr_proj.{part}"] = parts[0][0], np.concatenate([array for _, array in parts])
+        if f"{stem}mlp.gate_weight" in tensors:
+            tensors |= {f"{stem}mlp.switch_mlp.{name}_scale": ("F32", np.ones(9, "<f4")) for name in ("gate", "out")}
+    config = goldens.variant_config(family, "mlx4")
+    path = write(tmp_path / "joined", config, tensors)
+    wanted = logits(tiny_directory(family), family)
+    assert np.array_equal(logits(path, family, **LEAST), wanted) and np.array_equal(
+        logits(packed(path), family), wanted
+    )
+    made, forms = _nvfp4_experts(np.random.default_rng(1), lambda path, name: f"language_model.{path}")
+    config["quantization"] |= forms
+    tensors = {name: one for name, one in tensors.items() if ".switch_mlp." not in name or "_scale" in name} | made
+    with pytest.raises(ModelFileError, match="gate_scale has factors of nvfp4 experts, which are not read; download"):
+        load_model(write(tmp_path / "nvfp4", config, tensors), dtype=mx.float32)
+
+
+def _nvfp4_experts(rng, named):
+    """Returns MLX's experts of Inkling's layers 1 to 3 in nvfp4, and their forms."""
+    made, forms = {}, {}
+    for layer in (1, 2, 3):
+        for name, (rows, columns) in {"gate": (64, 128), "up": (64, 128), "down": (128, 64)}.items():
+            path = named(f"model.layers.{layer}.mlp.switch_mlp.{name}_proj", name)
+            codes = rng.integers(0, 256, (9, rows, columns // 2), np.uint8)
+            made[f"{path}.weight"] = "U32", codes.view(np.uint32)
+            made[f"{path}.scales"] = "U8", rng.integers(0x20, 0x40, (9, rows, columns // 16), np.uint8)
+            forms[path] = {"group_size": 16, "bits": 4, "mode": "nvfp4"}
+    return made, forms
+
+
+def test_experts_of_inkling_as_published_in_nvfp4(tmp_path):
+    """Rows of gate and up alternate in codes and scales, and both have the same factors."""
+    family, rng = "inkling", np.random.default_rng(2)
+    ours, forms = _nvfp4_experts(rng, lambda path, name: f"language_model.{path}")
+    theirs = {name: one for name, one in goldens.hub_tensors(family).items() if ".mlp.experts." not in name}
+    for layer in (1, 2, 3):
+        stem, path = f"model.llm.layers.{layer}.mlp.experts.", f"language_model.model.layers.{layer}.mlp.switch_mlp."
+        first, last = rng.uniform(0.5, 1, (2, 9)).astype(np.float32) / 64
+        for part, kind in (("weight", "U8"), ("scales", "F8_E4M3")):
+            gate, up, down = (ours[f"{path}{name}_proj.{part}"][1].view(np.uint8) for name in ("gate", "up", "down"))
+            end = "" if part == "weight" else ".scale"
+            theirs[f"{stem}w13_weight{end}"] = kind, np.stack([gate, up], axis=2).reshape(9, 128, -1)
+            theirs[f"{stem}w2_weight{end}"] = kind, down
+        for name, factor in (("gate", first), ("up", first), ("down", last)):
+            ours[f"{path}{name}_proj.global_scale"] = "F32", factor * np.float32(448 * 6)
+            forms[f"{path}{name}_proj"]["global_scale"] = True
+        theirs |= {f"{stem}w13_weight.scale2": ("F32", first), f"{stem}w2_weight.scale2": ("F32", last)}
+        theirs |= {f"{stem}w2_weight.input_amax": ("F32", last[:1])}
+    rest = {name: one for name, one in goldens.mlx_tensors(family).items() if ".switch_mlp." not in name}
+    published = {**goldens.config(family), "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+    stated = {**goldens.config(family), "quantization": {"group_size": 64, "bits": 4, **forms}}
+    found = packed(write(tmp_path / "theirs", published, theirs), recipe="uniform")
+    wanted = packed(write(tmp_path / "mlx", stated, rest | ours), recipe="uniform")
+    assert np.array_equal(logits(found, family), logits(wanted, family))
+
+
 OF_MLX_LM = ("kimi_k2", "mistral4", "minimax_m2", "glm4_moe_air", "solar_open", "qwen3_vl_moe")
 OF_MLX_LM += ("olmoe", "qwen2_moe", "afmoe", "bailing_hybrid", "kimi_k3", "granitemoehybrid", "longcat_flash")
 

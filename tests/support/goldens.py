@@ -45,7 +45,7 @@ FAMILIES, KIN = (
     tuple(sorted(path.name for path in folder.iterdir() if path.is_dir())) for folder in (FIXTURES, FIXTURES_OF_KIN)
 )
 TRANSPOSED = ("qwen3_vl_moe", "gpt_oss", "llama4")  # their fused experts are [E, in, out]
-INTERLEAVED = ("gpt_oss",)  # in their fused experts, rows of gate and up alternate
+INTERLEAVED = ("gpt_oss", "inkling")  # in their fused experts, rows of gate and up alternate
 ZERO_CENTRED = ("step3p5", "qwen4_exp", "minimax_m3_vl")  # their norms are stored as weight - 1
 STACKS = {
     "gpt_oss": "experts",
@@ -67,7 +67,7 @@ LOW_EMBEDDINGS = (
 INTEGERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")  # computed as in transformers
 ROUTERS = (".gate.weight", ".router.weight", ".router.proj.weight", ".router.layer.weight", ".classifier.weight")
 ROUTERS += (".gate.wg.weight", ".v_router.weight")
-CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
+CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight", "sconv.weight")
 # Parts of names that mlx-lm's conversions (for hy_v3 Rapid-MLX's) spell differently from the hub.
 MLX_NAMES = {
     "deepseek_v4": (
@@ -102,6 +102,19 @@ MLX_NAMES = {
         ),
     ),
     "qwen4_exp": ((".ngram_embedding.shard_", ".ngram_embedding.shards."),),  # its norms stay zero-centred
+    "inkling": (
+        *(
+            (".llm.embed.", ".embed_tokens."),
+            ("model.llm.unembed.", "lm_head."),
+            (".llm.", "."),
+            (".attn.", ".self_attn."),
+        ),
+        *((".wq_du.", ".q_proj."), (".wk_dv.", ".k_proj."), (".wv_dv.", ".v_proj."), (".wr_du.", ".r_proj.")),
+        *((".wo_ud.", ".o_proj."), (".rel_logits_proj.proj", ".rel_proj"), ("sconv.", "sconv.conv.")),
+        *((".attn_norm.", ".input_layernorm."), (".mlp_norm.", ".post_attention_layernorm.")),
+        *((".gate.weight", ".gate_weight"), (".gate.bias", ".e_score_correction_bias"), (".w2_md.", ".down_proj.")),
+        (".gate.global_scale", ".global_scale"),
+    ),
     "minimax_m3_vl": ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
     **dict.fromkeys(
         ("nemotron_h", "nemotron_h_latent"),
@@ -111,8 +124,10 @@ MLX_NAMES = {
         ("minimax_m2", "lfm2_moe", "mixtral"), ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."))
     ),
 }
-# Granite's names of fused experts, and the usual ones.
-OF_GRANITE = (
+# Names of fused experts of Granite and Inkling, and the usual ones.
+FUSED = (
+    (".experts.w13_weight", ".experts.gate_up_proj"),
+    (".experts.w2_weight", ".experts.down_proj"),
     ("sparse_moe.input_linear.weight", "sparse_moe.experts.gate_up_proj"),
     ("sparse_moe.output_linear.weight", "sparse_moe.experts.down_proj"),
 )
@@ -289,6 +304,7 @@ def _kind(family, name):
     kinds = {"linear_attn.norm.weight": "norm", "norm.weight": centred, "embed_tokens.weight": "embed"}
     kinds |= {"embeddings.weight": "embed", "norm_f.weight": "norm", ".D": "norm"}
     kinds |= dict.fromkeys(("norm_key.weight", "norm_query.weight", "norm_conv.weight"), centred)
+    kinds |= {".llm.embed.weight": "embed", "sconv.weight": "conv"}
     kinds |= {"A_log": "A_log", "dt_bias": "dt_bias", "conv1d.weight": "conv", "conv.conv.weight": "conv"}
     kinds |= dict.fromkeys(INTEGERS, "integers")
     kinds |= {"sinks": "sinks", "sink_bias": "sinks", "proj_bias": "bias", "_bias": "signed_bias", ".bias": "bias"}
@@ -338,6 +354,9 @@ def skipped_tensors(family):
 def _skipped_of_kin(family):
     """Returns a layer that drafts, an image encoder if there is one, and a router's bias for images."""
     c = text_config(family)
+    if family == "inkling":
+        names = ("mtp.layers.0.attn.wq_du.weight", "visual.layers.linear_0.weight", "audio.encoder.weight")
+        return {f"model.{name}": (128, 32) for name in names}
     root, count = _root(family), c.get("num_hidden_layers") or 2 * c["num_layers"]
     drafts = {f"{root}layers.{count}.{name}.weight": (128, 256) for name in ("eh_proj", "mlp.experts.0.up_proj")}
     stem = "vit." if family == "hy_v4_vl" else "model.visual."
@@ -412,6 +431,8 @@ def quantised_bits(family, name):
             ".k_weight",
         )
     ):
+        return 0
+    if name.endswith(("rel_logits_proj.proj", "global_scale")):
         return 0
     if name.endswith(
         ("compress_ape", "compress_gate", "softmax_offset", "ssmax_scaling.s", "ssmax_scaling.b", "alpha")
@@ -628,7 +649,7 @@ def split_experts(tensors, transposed=False, interleaved=False):
     their biases in the same way. With `interleaved`, rows of gate and up alternate."""
     result = {}
     for name, (kind, array) in tensors.items():
-        for theirs, usual in OF_GRANITE:
+        for theirs, usual in FUSED:
             name = name.replace(theirs, usual)
         stem, _, part = name.rpartition("experts.")
         part, bias, _ = part.partition("_bias")
@@ -707,7 +728,8 @@ def _mlx_name(family, name):
 def mlx_tensors(family, variant="mlx4"):
     """Returns {MLX name: Tensor} of a 4-bit conversion of `source(family, variant)`."""
     result = {}
-    apart = split_experts(source(family, variant), family in TRANSPOSED, family in INTERLEAVED)
+    own = of_inkling(source(family)) if family == "inkling" else source(family, variant)
+    apart = split_experts(own, family in TRANSPOSED, family in INTERLEAVED)
     for name, tensor in _stack_experts(apart, STACKS.get(family, "switch_mlp")).items():
         mlx_name, bits = _mlx_name(family, name), quantised_bits(family, name)
         if variant == "mlx4_embed_q" and name.endswith("kv_b_proj.weight"):
@@ -721,6 +743,23 @@ def mlx_tensors(family, variant="mlx4"):
             result |= _triplet(mlx_name, as_float(tensor), bits)
         else:
             result[mlx_name] = _mlx_plain(family, name, tensor)
+    return result
+
+
+def of_inkling(tensors):
+    """Returns tensors as mlx-vlm has them: rows of gate and up apart, and all shared experts as one MLP."""
+    result = {}
+    for name, (kind, array) in tensors.items():
+        shared = ".shared_w" in name
+        if shared and "w2" in name:
+            array = array.swapaxes(0, 1).reshape(array.shape[1], -1)
+        name = name.replace("shared_w2_weight", "down_proj.weight")
+        if "w13" not in name or ".mlp.experts." in name:
+            result[name] = kind, array
+            continue
+        stem = name.replace("shared_w13_weight", "w13_dn.weight").removesuffix("w13_dn.weight")
+        rows = array.reshape(-1, 2, array.shape[-1])
+        result |= {f"{stem}{part}_proj.weight": (kind, rows[:, i]) for i, part in enumerate(("gate", "up"))}
     return result
 
 

@@ -1,31 +1,19 @@
 """The cache of a gated short convolution: the convolution's last inputs."""
 
-from ...caches.recurrent import FixedState, RecurrentCache
+from ...caches.convolution import ConvCache
 from ...ops import backend
-from ...ops.launch import Shape
 from .op import refusal
 from .spec import ShortConv
 
 
-def make_caches(mixer: ShortConv) -> tuple[RecurrentCache]:
+def make_caches(mixer: ShortConv) -> tuple[ConvCache]:
     """The empty cache of a layer with this mixer."""
-    return (ConvCache(mixer),)
+    return (GatedConvCache(mixer),)
 
 
-class _FixedConv(FixedState):
-    """The traced stand-in."""
-
-    num_inputs = num_outputs = 1
-
-
-class ConvCache(RecurrentCache):
-    """`conv` [B, *conv_shape] alone."""
-
-    stand_in = _FixedConv
+class GatedConvCache(ConvCache):
+    """The same, of several sequences in one array where the kernel takes them so."""
 
     @property
     def joins(self) -> bool:
         return not refusal(backend.name(), 1, 1)
-
-    def stored_shapes(self, length: int) -> tuple[Shape]:
-        return (self.part.conv_shape,)

@@ -13,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from ...ops import backend
-from ...ops.backend import AnyArray, Array, contiguous, kernels_take, leave, library_of, of_kind
+from ...ops.backend import AnyArray, Array, kernels_take
+from ...ops.convolution import convolution_sums
 from ...ops.elementwise import float32, split
 from ...ops.launch import NO_KERNELS, SEVERAL, Kernel, Launch, Reason, ceildiv
 from ...ops.recurrent_state import RecurrentState
@@ -51,18 +52,9 @@ def short_conv(projected: Array, state: RecurrentState | StepRows, weight: mx.ar
 
 def _on_operations(projected: Any, state: RecurrentState, weight: mx.array, sizes: ShortConv) -> AnyArray:
     """`short_conv` of the next tokens of one text or of a batch."""
-    batch, length, _ = projected.shape
-    library = library_of(projected)
-    before: AnyArray = library.zeros((batch, *sizes.conv_shape), projected.dtype) if state.conv is None else state.conv
-    before, taps = of_kind(before, projected), of_kind(weight, projected)
+    B, C, x = split(projected, sizes.channels, 2 * sizes.channels)
     with np.errstate(invalid="ignore"):  # damaged weights give NaN here and an error where logits are checked
-        B, C, x = split(projected, sizes.channels, 2 * sizes.channels)
-        inputs = library.concatenate([before.astype(projected.dtype), B * x], axis=1)
-        total: AnyArray = 0.0
-        for i in range(sizes.taps):
-            total = total + float32(inputs[:, i : i + length]) * float32(taps[:, i, 0])
-        out = (float32(C) * total).astype(projected.dtype)
-    state.absorb([leave(contiguous(inputs[:, length:]))], length)
+        out: AnyArray = (float32(C) * convolution_sums(B * x, state, weight)).astype(projected.dtype)
     return out
 
 

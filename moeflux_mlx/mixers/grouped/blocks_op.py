@@ -33,7 +33,8 @@ from ...ops.norm import Norm
 from ...ops.rope import Rope, has_axes, laid_out
 from ...ops.rows import AnyCache
 from ...ops.seen import SeenBlocks
-from .op import Terms, attend, refusal
+from .op import attend, refusal
+from .terms import Terms
 
 AnyBlocks = KeyBlocks | HeadBlocks
 PARTS = 16  # of a prompt's attention, whose places are computed together

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
+from ...caches.convolution import ConvCache
 from ...caches.entries import EntriesCache
 from ...caches.growing import Stepping
 from ...caches.keys import KeyCache
@@ -30,9 +31,14 @@ CODES = mx.uint8
 
 
 def make_caches(mixer: GroupedQuery) -> tuple[LayerCache, ...]:
-    """The empty caches of a layer with this mixer: keys and values; and if it attends to blocks, the keys by which they
-    are chosen.
+    """The empty caches of a layer with this mixer: keys and values; if it attends to blocks, the keys by which they are
+    chosen; and the last inputs of convolutions.
     """
+    convolutions = (mixer.convolution, mixer.branches, mixer.branches)
+    return *_of_keys(mixer), *(ConvCache(one) for one in convolutions if one is not None)
+
+
+def _of_keys(mixer: GroupedQuery) -> tuple[LayerCache, ...]:
     if mixer.blocks is not None:
         return KVCache(mixer), (
             HeadKeyCache(mixer) if isinstance(mixer.blocks, HeadBlocks) else EntriesCache(mixer.blocks)
@@ -44,6 +50,8 @@ def make_caches(mixer: GroupedQuery) -> tuple[LayerCache, ...]:
 
 def _takes_steps(part: GroupedQuery) -> bool:
     """Whether there are kernels for a token alone of the attention, and of the choice of its blocks."""
+    if part.relative is not None:  # plain operations
+        return False
     return attend.takes_step(part.head_dim, part.value_width) and (part.blocks is None or index.takes_step(part.blocks))
 
 

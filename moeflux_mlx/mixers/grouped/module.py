@@ -10,8 +10,9 @@ import mlx.nn as nn
 
 from ...caches.traced import PLAIN, OnKernels
 from ...kinds import HeadBlocks, KeyBlocks, Rotation, Router
-from ...layers import Caches, Linear, MixerModule, RMSNorm, Stack, normed_with_weights, packed
-from ...ops.backend import AnyArray, Array, kernels_take
+from ...layers import Caches, Convolution, Linear, MixerModule, RMSNorm, Stack, normed_with_weights, packed
+from ...ops.backend import AnyArray, Array, kernels_take, library_of
+from ...ops.convolution import convolved
 from ...ops.elementwise import GATES, gated, split
 from ...ops.entry_pool import Pool
 from ...ops.index import IndexTerms, Projections, refusal
@@ -20,9 +21,11 @@ from ...ops.rope import Rope
 from ...ops.route import route
 from ...ops.rows import AnyCache, StepRows, each_alone
 from ...ops.seen import Chosen
+from .biased_op import attend_biased
 from .blocks_op import attend_blocks, block_keys
-from .op import Terms, attend
+from .op import attend
 from .spec import GroupedQuery
+from .terms import Terms
 from .values_op import mix_values
 
 # The ends of names of parameters that stay float32, and names of tensors that tell another stored form.
@@ -121,6 +124,13 @@ class Attention(MixerModule):
         self.o_proj = Linear(mixer.heads * mixer.value_width, hidden_size, mixer.output_bias)
         if mixer.gate in GATES:
             self.g_proj = Linear(hidden_size, mixer.gates)
+        if mixer.relative is not None:
+            self.r_proj = Linear(hidden_size, mixer.heads * mixer.relative.width)
+            self.rel_proj = mx.zeros((mixer.relative.width, mixer.relative.extent))
+        if mixer.convolution is not None:
+            taps = mixer.convolution.taps
+            self.k_sconv = Convolution(keys, taps)
+            self.v_sconv = Convolution(mixer.kv_heads * mixer.value_width, taps)
         if mixer.gate_bias:
             self.gate_bias = mx.zeros((mixer.heads,))
         if mixer.sinks:
@@ -140,7 +150,7 @@ class Attention(MixerModule):
         loaded.
         """
         own = {"q": self.q_proj, "k": self.k_proj} | ({"v": self.v_proj} if "v_proj" in self else {})
-        more = {"gates": self.g_proj} if "g_proj" in self else {}
+        more = {name: self[layer] for name, layer in (("gates", "g_proj"), ("distances", "r_proj")) if layer in self}
         apart: dict[str, Any] = {"v": self.value_experts} if "value_experts" in self else {}
         if "indexer" in self:
             more |= {f"index {i}": layer for i, layer in enumerate(self.indexer.layers)}
@@ -154,6 +164,9 @@ class Attention(MixerModule):
         if self.mixer.gate_bias:
             self._gate_bias = mx.repeat(self.gate_bias, self.mixer.gates // self.mixer.heads)[:, None]
             mx.eval(self._gate_bias)
+        if self.mixer.convolution is not None:
+            self._taps = mx.concatenate([self.k_sconv.weight, self.v_sconv.weight])
+            mx.eval(self._taps)
         self._unit, self._weights = UnitNorm(mx.ones((self.mixer.head_dim,)), self.eps), None
         weights = [norm.weight for norm in self._norms if norm is not None]
         if weights and self.rope is not None and "v_proj" in self:
@@ -183,9 +196,16 @@ class Attention(MixerModule):
         joined, outputs = self._named(parts)
         q, k, v = (outputs[name] for name in ("q", "k", "k" if self.mixer.value_is_key else "v"))
         mixer, heads, kv_heads = self.mixer, self.mixer.heads, self.mixer.kv_heads
+        if mixer.convolution is not None:
+            inputs = library_of(k).concatenate([k, v], axis=-1)
+            k, v = split(convolved(inputs, caches[1], self._taps), k.shape[-1])
+            joined = None
         if mixer.norm == "flat":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.reshape(B, L, n, -1) for part, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
+        if mixer.relative is not None:
+            states = outputs["distances"].reshape(B, L, heads, -1)
+            return attend_biased(q, k, v, states, self.rel_proj, caches[0], self._terms)
         joined = joined if self._weights else None
         if mixer.blocks is not None:
             v = rms_norm(v, None, self.eps) if mixer.value_norm else v

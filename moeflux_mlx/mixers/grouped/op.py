@@ -10,16 +10,14 @@ cache if the previous token is still being computed. On the CPU a token takes on
 into such an array: appending them with MLX takes as long as reading a tenth of the layer's weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from ...kinds import QueryFactor
 from ...ops import backend, gpu_time, native
 from ...ops.backend import AnyArray, Array, kernels_take, stack, view
 from ...ops.causal_parts import in_parts
@@ -29,7 +27,6 @@ from ...ops.launch import (
     MOST_THREADS,
     NO_KERNELS,
     SEVERAL,
-    ArrayPiece,
     Input,
     Kernel,
     Launch,
@@ -38,13 +35,13 @@ from ...ops.launch import (
     ceildiv,
     in_turn,
 )
-from ...ops.norm import Norm, rms_norm
 from ...ops.positions import RECENT, Steps
-from ...ops.query_scale import query_factors, scaled_queries, score_scale
-from ...ops.rope import Rope, angles, has_axes, laid_out
+from ...ops.query_scale import query_factors, score_scale
+from ...ops.rope import angles, has_axes
 from ...ops.rows import ALONE, RowArgument, RowSizes, StepRows
 from ...ops.seen import SEEING_ALL, SeenBlocks, SeenSizes
 from ...ops.tiles import planned
+from .terms import Terms
 
 ATTEND_STEP = Kernel(
     "attend_step",
@@ -55,67 +52,9 @@ ATTEND_APPEND = Kernel("attend_append", "k v k_weight periods eps magnitude posi
 ATTEND_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
 HEADS = 8  # queries in a threadgroup: with 256 values each they take 9 KB of its memory
 WIDEST = 256
+BIASED = 3  # scores that exist at once for one, where biases are added: two more are the biases and what is added
 APPENDING = 128  # threads that add a key and its value
 NO_TURN = (*np.zeros((2, 1, 0), np.float32), False)
-
-
-class Terms(NamedTuple):
-    """The parameters of attention.
-
-    Args:
-        q_norm, k_norm: norms of each head of q and k with the same eps; None: no norm, or q and k are normed already.
-        rope: rotates q and k by their rotary positions; None: no rotation.
-        window: how many positions a query sees, its own included; None: all. With a window, the cache must be one of
-            that window.
-        sinks: [heads], logits that are added to the softmax's sum only; None: no sinks.
-        value_norm: epsilon of a norm without weight of each head of v, equal to that of the other norms; None: no norm.
-        pieces: those of q_norm's weight, k_norm's and rope.periods in one array, if kernels take them so.
-        query_scale: scales queries by their rotary positions; None: they are not scaled.
-        chunked: whether a query sees, of its own chunk of `window` positions, those up to its own.
-        rotates_first: whether q and k are rotated before they are normed.
-    """
-
-    q_norm: Norm | None
-    k_norm: Norm | None
-    rope: Rope | None
-    scale: float
-    window: int | None = None
-    sinks: mx.array | None = None
-    value_norm: float | None = None
-    pieces: list[ArrayPiece] | None = None
-    query_scale: QueryFactor | None = None
-    chunked: bool = False
-    rotates_first: bool = False
-
-    def values(self, v: Array) -> Array:
-        """The stored form of values."""
-        return v if self.value_norm is None else rms_norm(v, None, self.value_norm)
-
-    def keys(self, k: Array, position: int | AnyArray) -> Array:
-        """Keys [B, L, heads, D] normed and rotated, in attention's layout: [B, heads, L, D] for MLX."""
-        return self._turned(k, self.k_norm, position)
-
-    def queries(self, q: Array, position: int | AnyArray) -> Array:
-        """Queries normed, scaled and rotated, in the same layout."""
-        return self._turned(q, self.q_norm, position, self.query_scale)
-
-    def _turned(
-        self, x: Array, norm: Norm | None, position: int | AnyArray, query_scale: QueryFactor | None = None
-    ) -> Array:
-        before, behind = (None, norm) if self.rotates_first else (norm, None)
-        x = laid_out(scaled_queries(x if before is None else before(x), position, query_scale))
-        x = x if self.rope is None else self.rope(x, position)
-        return x if behind is None else behind(x)
-
-    @property
-    def eps(self) -> float:
-        """The epsilon of all norms."""
-        return self.q_norm.eps if self.q_norm else self.value_norm or 0.0
-
-    @property
-    def limits(self) -> tuple[int | None, bool, bool, bool, bool]:
-        """The parameters on which a kernel's text depends."""
-        return self.window, self.sinks is not None, self.value_norm is not None, self.chunked, self.rotates_first
 
 
 def attend(
@@ -153,7 +92,7 @@ def attend(
     v = terms.values(v)
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
     q, k = terms.queries(q, position), terms.keys(k, position)
-    out = (_span_native if is_native else _span_ops)(q, k, v, cache, terms).reshape(B, L, -1)
+    out = (_span_native if is_native else attend_in_parts)(q, k, v, cache, terms).reshape(B, L, -1)
     return out if gate is None else out * sigmoid(gate.reshape(B, L, -1))
 
 
@@ -181,14 +120,26 @@ def _chunks_native(
     return out
 
 
-def _span_ops(q: mx.array, k: mx.array, v: mx.array, cache: Steps, terms: Terms) -> mx.array:
-    """[B, L, heads, V] of prepared queries [B, heads, L, D] and keys, without the gate, in MLX's operations."""
+def attend_in_parts(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    cache: Steps,
+    terms: Terms,
+    mask_of: Callable[[slice, slice, AnyArray, int], mx.array] | None = None,
+) -> mx.array:
+    """[B, L, heads, V] of prepared queries [B, heads, L, D] and keys, without the gate, in MLX's operations. `mask_of`:
+    makes what is added to a part's scores of what `in_parts` yields and the number of positions, in twice the memory of
+    scores.
+    """
     B, _, L, _ = q.shape
     k, v = cache.update_and_fetch(k, v.transpose(0, 2, 1, 3))  # [B, heads, L, D]
     parts: list[mx.array] = []
     sinks = None if terms.sinks is None else terms.sinks.astype(q.dtype)
     first = cache.offset - L if terms.chunked else None
-    for rows, places, mask in in_parts(q.shape[1], L, k.shape[2], cache.mask(L), terms.window, first):
+    at_once = q.shape[1] * (1 if mask_of is None else BIASED)
+    for rows, places, mask in in_parts(at_once, L, k.shape[2], cache.mask(L), terms.window, first):
+        mask = mask if mask_of is None else mask_of(rows, places, mask, k.shape[2])
         part = mx.fast.scaled_dot_product_attention(
             q[:, :, rows], k[:, :, places], v[:, :, places], scale=terms.scale, mask=mask, sinks=sinks
         )

@@ -5,12 +5,24 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...errors import ConfigError
+from ...kinds.convolution import ShortConvolution
 from ...kinds.feed_forward import Router
 from ...kinds.index import HeadBlocks, KeyBlocks
 from ...kinds.limits import WIDEST_HEAD, WIDEST_WINDOW, check_head, check_width, check_window, not_multiple
 from ...kinds.mixer import Attending, Mixer
 from ...kinds.query_scale import QueryFactor
 from ...kinds.rotation import Rotation
+
+
+@dataclass(frozen=True)
+class RelativeBias:
+    """What is added to a score by the distance of its positions: r . p[distance], where r, `width` values, is made of
+    the query's token for each head, and p of learned rows; 0 from a distance of `extent` on (transformers,
+    `InklingRelativeLogits`). A factor of the query multiplies it too.
+    """
+
+    width: int
+    extent: int
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,9 @@ class GroupedQuery(Mixer):
         blocks: blocks of positions, of which a token attends to some; None: it attends to all positions that it sees.
         value_experts: chooses the matrices of a token's values, which are the weighed sum of silu(W x) over them (K2
             Horizon's MoVA); None: one matrix makes them.
+        relative: the bias of scores by distance; None: there is none.
+        convolution: what keys and values, side by side, pass before their norms; None: nothing.
+        branches: as of all mixers.
         kv_bits: bits to which a cache rounds keys and values, 8; None: unchanged. It is not a field of config.json but
             chosen when a model is loaded.
     """
@@ -68,6 +83,9 @@ class GroupedQuery(Mixer):
     chunked: bool = False
     rotates_first: bool = False
     value_experts: Router | None = None
+    relative: RelativeBias | None = None
+    convolution: ShortConvolution | None = None
+    branches: ShortConvolution | None = None
 
     @property
     def attention(self) -> Attending:
@@ -97,6 +115,13 @@ class GroupedQuery(Mixer):
         if self.rotates_first:
             turns_whole = self.rotation is None or self.rotation.dims == self.head_dim
             assert self.norm == "head" and self.blocks is None and turns_whole, "no such norms behind a rotation"
+        if self.relative is not None:
+            is_plain = self.rotation is None and self.gate != "joined" and self.blocks is None and not self.chunked
+            assert is_plain and not self.sinks and self.norm != "flat", "no such attention with a bias by distance"
+            check_width("num_attention_heads * d_rel", self.heads * self.relative.width)
+            check_width("rel_extent", self.relative.extent)
+        if self.convolution is not None:
+            check_width("the convolution of keys and values", self.convolution.channels * self.convolution.taps)
         if self.blocks is not None:
             self._check_blocks(self.blocks)
 
@@ -144,13 +169,24 @@ class GroupedQuery(Mixer):
         chooses = self.seeing_all(0, positions) < positions
         chosen = self.blocks.temporaries(tokens, positions) if self.blocks and chooses else 0
         products = tokens * (self.value_products - 1) * self.kv_heads * self.value_width
-        return 4 * self.heads * max(self.head_dim, self.value_width) * tokens + seen + chosen + products
+        convolutions = sum(one.temporaries(tokens) for one in (self.convolution, self.branches) if one is not None)
+        of_distances = self.heads * self.relative.extent * tokens if self.relative else 0
+        queries = 4 * self.heads * max(self.head_dim, self.value_width) * tokens
+        return queries + seen + chosen + products + convolutions + of_distances
 
     def scores(self, tokens: int, positions: int) -> int:
-        """Scores of all heads."""
+        """Scores of all heads, with what is added to them."""
+        return self._pairs(tokens, positions) * (3 if self.relative else 1)
+
+    def _pairs(self, tokens: int, positions: int) -> int:
+        """How many scores there are."""
         if self.blocks:
             return self.heads * tokens * min(positions, self.blocks.most)
         return self.heads * tokens * (min(positions, tokens + self.window) if self.window else positions)
+
+    @property
+    def attends_natively(self) -> bool:
+        return self.relative is None
 
     def is_read(self, name: str) -> bool:
         number = re.match(r"value_experts\.matrices\.(\d+)\.", name)
@@ -166,12 +202,14 @@ class GroupedQuery(Mixer):
         """Columns of the projections from the hidden state and back to it, without an indexer's."""
         queries = self.head_dim * (1 + (self.gate == "joined")) + self.value_width
         return (
-            self.heads * queries + self.gates + self.kv_heads * (self.head_dim + self.value_products * self.value_width)
+            self.heads * (queries + (self.relative.width if self.relative else 0))
+            + self.gates
+            + self.kv_heads * (self.head_dim + self.value_products * self.value_width)
         )
 
     def attended(self, tokens: int, positions: int) -> float:
         """Those of scores, and of sums weighed by them."""
-        return self.scores(tokens, positions) * (self.head_dim + self.value_width)
+        return self._pairs(tokens, positions) * (self.head_dim + self.value_width)
 
     @property
     def title(self) -> str:

@@ -1,0 +1,131 @@
+"""Thinking Machines' Inkling: attention without rotations, whose scores have a bias by distance, short convolutions of
+keys, values and what is added to the stream, and shared experts that are weighed with the routed ones.
+
+Images, audio and draft layers are not read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..files import JsonDict
+from ..kinds import Experts, LayerSpec, QueryLog, Residual, Router, SharedExpert, ShortConvolution
+from ..mixers.grouped.spec import GroupedQuery, RelativeBias
+from .fields import Family, Fields, FusedRows, after_dense_layers, common, layer_count, layer_kinds, layers, scale
+from .fused_rows import grouped_rows
+
+HYBRID, WINDOW = "hybrid", "hybrid_sliding"
+# Names of published files, and those that transformers writes.
+OF_FILES = {"max_position_embeddings": "model_max_length", "conv_kernel_size": "sconv_kernel_size"}
+OF_FILES |= {"sliding_window": "sliding_window_size", "first_k_dense_replace": "dense_mlp_idx"}
+
+
+def _inkling(read: Fields) -> JsonDict:
+    read = read.with_usual({name: read.config.get(theirs) for name, theirs in OF_FILES.items()})
+    for name in ("shared_expert_sink", "use_embed_norm"):
+        read.must_equal(name, True)
+    if read.optional("dense_intermediate_size", int, None) is not None:  # then the other width is that of experts
+        experts, dense = read.count("intermediate_size"), read.count("dense_intermediate_size")
+        read = Fields({**read.config, "moe_intermediate_size": experts, "intermediate_size": dense})
+    fields = common(read.with_usual({"max_position_embeddings": 131072}))
+    branches = ShortConvolution(fields["hidden_size"], read.count("conv_kernel_size", 4, most=64))
+    parts = {kind: replace(_attention(read, kind, branches.taps), branches=branches) for kind in (HYBRID, WINDOW)}
+    mixers = [parts[kind] for kind in _kinds(read)]
+    multiplier = read.number("logits_mup_width_multiplier", 24.0, least=1e-6, most=1e6)
+    made = layers(read, mixers, _experts(read), after_dense_layers(read), Residual(convolved=True))
+    return {
+        **fields,
+        "vocab_size": read.count("unpadded_vocab_size", fields["vocab_size"], most=fields["vocab_size"]),
+        "layers": tuple(map(_scaled, made)),
+        "logit_scale": 1 / multiplier,
+        "norms_embeddings": True,
+    }
+
+
+def _kinds(read: Fields) -> Sequence[str]:
+    """Of each layer: by `layer_types`, by the numbers of those with a window, or all but the last of each six."""
+    count = layer_count(read)
+    own = read.optional("local_layer_ids", list, None)
+    usual = [WINDOW if (i in own if own is not None else (i + 1) % 6) else HYBRID for i in range(count)]
+    return layer_kinds(read, "layer_types", (HYBRID, WINDOW)) or usual
+
+
+def _attention(read: Fields, kind: str, taps: int) -> GroupedQuery:
+    stem, window = ("swa_", read.count("sliding_window")) if kind == WINDOW else ("", None)
+    heads, kv_heads = (read.count(f"{stem}num_{name}_heads") for name in ("attention", "key_value"))
+    width, floor = read.count(f"{stem}head_dim"), read.count("log_scaling_n_floor", None)
+    growth = QueryLog(read.number("log_scaling_alpha", 0.1, least=0.0, most=1e3), floor) if floor else None
+    return GroupedQuery(
+        heads,
+        kv_heads,
+        width,
+        None,
+        window=window,
+        scale=1 / width,
+        query_scale=None if window else growth,
+        relative=RelativeBias(read.count("d_rel", 16), window or read.count("rel_extent", 1024)),
+        convolution=ShortConvolution(2 * kv_heads * width, taps),
+    )
+
+
+def _experts(read: Fields) -> Experts:
+    width, shared = read.count("moe_intermediate_size"), read.count("n_shared_experts", most=64)
+    counts = read.count("n_routed_experts"), read.count("num_experts_per_tok")
+    factor = scale(read.with_usual({"route_scale": 8.0}), "route_scale")
+    rule = Router(*counts, "sigmoid", True, scale=factor, shared=shared, learned_scale=True)
+    return Experts(rule, width, SharedExpert(width * shared))
+
+
+def _scaled(layer: LayerSpec) -> LayerSpec:
+    """The layer, whose MLP has a learned factor if it has no experts."""
+    part = layer.feed_forward
+    return (
+        layer if isinstance(part, Experts) or part is None else replace(layer, feed_forward=replace(part, scaled=True))
+    )
+
+
+def _fused(spec: LayerSpec, layer: int, shards: int) -> FusedRows:
+    """Rows of gate and up that alternate, and what mlx-vlm makes of the matrices that read the input of attention."""
+    mixer, part, stem = spec.mixer, spec.feed_forward, f"model.layers.{layer}."
+    mlp = part.shared if isinstance(part, Experts) else part
+    if shards > 1 or not isinstance(mixer, GroupedQuery) or mixer.relative is None or mlp is None:
+        return {}
+    shared = "shared_expert." if isinstance(part, Experts) else ""
+    widths = [mixer.heads * mixer.head_dim, *[mixer.kv_heads * mixer.head_dim] * 2, mixer.heads * mixer.relative.width]
+    pairs, attention = f"{stem}mlp.{shared}", f"{stem}self_attn."
+    return {
+        f"{pairs}gate_up_proj": _named(pairs, ("gate", "up"), grouped_rows(mlp.width, (1, 1))),
+        f"{attention}qkvr_proj": _named(attention, "qkvr", grouped_rows(1, widths)),
+    }
+
+
+def _named(stem: str, names: Sequence[str], parts: Sequence[np.ndarray]) -> tuple[tuple[str, np.ndarray], ...]:
+    """The rows of each part, by its module path."""
+    return tuple((f"{stem}{name}_proj", rows) for name, rows in zip(names, parts, strict=True))
+
+
+MATRICES = {"wq_du": "q", "wk_dv": "k", "wv_dv": "v", "wr_du": "r", "wo_ud": "o"}
+RENAMES = (
+    *(("^model.llm.embed_norm.", "model.embed_tokens.norm."), ("^model.llm.embed.", "model.embed_tokens.")),
+    *(("^model.llm.unembed.", "lm_head."), ("^model.llm.", "model.")),
+    ("^model.embed_norm.", "model.embed_tokens.norm."),
+    *((".attn.", ".self_attn."), (".rel_logits_proj.proj$", ".rel_proj"), ("sconv.conv.", "sconv.")),
+    *((f".{theirs}.", f".{ours}_proj.") for theirs, ours in MATRICES.items()),
+    *((".attn_norm.", ".input_layernorm."), (".mlp_norm.", ".post_attention_layernorm.")),
+    *((f".mlp.{owner}global_scale$", ".mlp.output_scale") for owner in ("gate.", "")),
+    (".gate_weight$", ".gate.weight"),
+    *((".mlp.gate.bias$", ".mlp.e_score_correction_bias"), (".w13_dn.", ".gate_up_proj."), (".w2_md.", ".down_proj.")),
+    *((".shared_experts.", ".shared_expert."), (".shared_w13_weight", ".gate_up_proj.weight")),
+    *((".shared_w2_weight", ".down_proj.weight"), (".experts.w13_weight", ".experts.gate_up_proj")),
+    *((".experts.w2_weight", ".experts.down_proj"), ("_proj.scale2$", "_proj.weight_scale_2")),
+)
+INKLING = Family(
+    _inkling,
+    renames=RENAMES,
+    fused_rows=_fused,
+    grouped=(".shared_expert.gate_up_proj",),
+    longer=("model.embed_tokens.weight", "lm_head.weight"),
+    interleaved_experts=True,
+)
+FAMILIES = dict.fromkeys(("inkling", "inkling_mm_model"), INKLING)  # the second is of the container
