@@ -11,6 +11,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from subprocess import TimeoutExpired
 
+from tiny_models import child_environment
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
@@ -41,6 +43,13 @@ def _opened(connection, mode):
         return os.fdopen(os.dup(connection.fileno()), mode)
 
 
+def run(code, *arguments, **environment):
+    """Returns what `python -c code *arguments` ends with, and what it writes to stdout and stderr."""
+    child = Child(code, *map(str, arguments), environment=child_environment() | environment)
+    written = child.communicate(timeout=100)
+    return child.returncode, *written
+
+
 class Child:
     """As the subprocess.Popen of `python -c code *arguments` whose three streams are pipes of text."""
 
@@ -59,6 +68,13 @@ class Child:
         return self._process.exitcode
 
     poll = returncode.fget
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        if not self.stdout.closed:
+            self.communicate()
 
     def send_signal(self, number):
         os.kill(self.pid, number)
