@@ -24,6 +24,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["MOEFLUX_TILES"] = "code"  # ignore the tiles that this machine's user has tuned
 os.environ["MOEFLUX_WARM_START"] = "off"  # no test depends on what others used, or adds to the user's file
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # otherwise float32 products keep only 10 bits on an NVIDIA GPU
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of child processes would compile the package again,
+sys.dont_write_bytecode = False  # and each worker pytest's own form of the tests
 os.fsync = os.fstat  # no test waits for the disk; those of what is synced replace it
 decoder.PIECE_SECONDS = 0.0  # tests look at each block and each wave of a prompt
 set_variables()  # as every command does, before MLX's device is used

@@ -1,5 +1,6 @@
 """Calibrated conversions: codes for the inputs that matrices have, budgets, and runs that were killed."""
 
+import bisect
 import filecmp
 import functools
 import math
@@ -129,7 +130,8 @@ def test_experts_that_no_row_chose_are_rounded_for_the_rows_of_others(tmp_path, 
 @pytest.mark.usefixtures("one_turn")
 def test_a_killed_conversion_continues_to_the_same_bytes(tmp_path, checkpoint, monkeypatch):
     path, text = checkpoint("qwen3_moe")
-    recipe, given_text = Recipe.from_json(RECIPE, "mine", "test"), calibration(tmp_path, text)
+    recipe = Recipe.from_json({**EXPERTS, "router": "float", "default": "float"}, "mine", "test")
+    given_text = calibration(tmp_path, text)
     convert_calibrated(ConvertSettings(path, tmp_path / "whole", recipe=recipe), given_text)
     write = rounding.write_tensors
     for survived in range(3):
@@ -188,8 +190,14 @@ def test_a_limit_of_memory_decides_how_many_experts_are_rounded_together(tmp_pat
     plain = plan_calibrated(ConvertSettings(path, tmp_path), calibration(tmp_path, text))
     dense = 5 * 3 + 1  # attention's four and the router of each layer, and the head
     assert (plain.together, plain.factorisations, plain.columns) == (16, 2 * 16 * 3 + dense, 256)
-    limits = (calibration(tmp_path, text, memory_gb=share * plain.memory / 1e9) for share in np.arange(1, 0, -0.01))
-    less = next(one for one in limits if plan_calibrated(ConvertSettings(path, tmp_path), one).together == 5)
+
+    def limited(share):
+        return calibration(tmp_path, text, memory_gb=share * plain.memory / 1e11)
+
+    def together(share):
+        return plan_calibrated(ConvertSettings(path, tmp_path), limited(share)).together
+
+    less = limited(1 + bisect.bisect_left(range(1, 101), 5, key=together))
     sizes, gptq = [], rounding.gptq
     monkeypatch.setattr(rounding, "gptq", lambda values, *more: sizes.append(len(values)) or gptq(values, *more))
     recipe = Recipe.from_json({**EXPERTS, "router": "float", "default": "float"}, "mine", "test")

@@ -120,7 +120,7 @@ def test_a_down_projection_makes_up_for_what_gate_and_up_have_lost(tmp_path):
     and the mean are those of as many more rows of all experts as there are columns."""
     path = goldens.write_variant(tmp_path / "model", "qwen3_moe", "hub")
     write_tokenizer(path, "qwen3_style")
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 24)
     recipe = Recipe.from_json({"gate_up": 2, "down": 8, "default": "float"}, "mine", "test")
     calibration = Calibration(tmp_path / "work", [tmp_path / "text.txt"], "gptq", dtype=mx.float32)
     convert_calibrated(ConvertSettings(path, tmp_path / "out", recipe=recipe), calibration)

@@ -1,5 +1,6 @@
 """The report about a machine: its parts, faults that are planted in it, and what it must not hold."""
 
+import itertools
 import platform
 import re
 import subprocess
@@ -217,6 +218,12 @@ def test_cudas_kernels_are_compiled_together(listed, monkeypatch, tmp_path):
     assert "8 of 8 texts" in text and "; 0 failed" in text
 
 
+def rows_are(patch, nats, *last):
+    """Gives the demo model's story these nats a token, and rows that end with these values in turn."""
+    values = itertools.cycle(last or [0])
+    patch.setattr(diagnosis, "story_rows", lambda engine: (np.array([0.0, 0.0, next(values)]), nats))
+
+
 def test_nothing_keeps_a_gpu_warm_while_the_demo_model_is_measured(monkeypatch, tmp_path):
     opened, modes = demo_check.open_engine, []
 
@@ -225,22 +232,21 @@ def test_nothing_keeps_a_gpu_warm_while_the_demo_model_is_measured(monkeypatch, 
         return opened(*given, **named)
 
     monkeypatch.setattr(demo_check, "open_engine", noting)
+    rows_are(monkeypatch, diagnosis.NATS)
     reduce(monkeypatch, "demo model")
     report(tmp_path)
     assert modes == [{"keep_warm": "off"}] * 2
 
 
 def test_a_wrong_model_is_seen(monkeypatch, tmp_path):
-    right = diagnosis.story_rows
-    monkeypatch.setattr(diagnosis, "story_rows", lambda engine: (right(engine)[0], 1.4))
+    rows_are(monkeypatch, 1.4)
     reduce(monkeypatch, "demo model")
     text = report(tmp_path, code=1)
     assert "1.400 nats a token, WRONG" in text and text.endswith("WRONG OR FAILED: demo model\n")
 
 
 def test_other_bits_of_streaming_are_seen(monkeypatch, tmp_path):
-    rows = iter([np.zeros(3), np.array([0.0, 0.0, 1e-7])])
-    monkeypatch.setattr(diagnosis, "story_rows", lambda engine: (next(rows), diagnosis.NATS))
+    rows_are(monkeypatch, diagnosis.NATS, 0, 1e-7)
     reduce(monkeypatch, "demo model")
     assert "streaming gives OTHER BITS" in report(tmp_path, code=1)
 
@@ -250,10 +256,10 @@ def test_a_part_that_fails_is_a_line_and_the_others_follow(monkeypatch, tmp_path
         raise OSError(2, "cannot read", "/Users/ann/secret/model")
 
     monkeypatch.setattr(diagnosis.Facts, "memory", broken)
-    reduce(monkeypatch, "memory", "demo model")
+    reduce(monkeypatch, "memory", "values")
     text = report(tmp_path, code=1)
     assert "memory:\n  failed: FileNotFoundError: [Errno 2] cannot read: 'PATH'" in text
-    assert "streaming gives the same bits" in text and "WRONG OR FAILED: memory" in text
+    assert "values    product   right" in text and "WRONG OR FAILED: memory" in text
 
 
 def test_a_crash_leaves_what_there_is(monkeypatch, tmp_path):
@@ -273,6 +279,7 @@ def test_nothing_private_is_in_the_file(tmp_path):
     environment = {**child_environment(), **secrets, "HOME": str(home), "USER": "annabel"}
     script = """
 import os, platform, sys
+import numpy as np
 from moeflux_mlx import doctor
 from moeflux_mlx.cli import diagnosis, soak
 
@@ -281,6 +288,7 @@ def broken(self):
                   f"{sys.prefix} {os.environ['HOME']}/a model {os.environ['OPENAI_API_KEY']} file:///var/x:1")
 
 diagnosis.Facts.memory = broken
+diagnosis.story_rows = lambda engine: (np.zeros(3), diagnosis.NATS)
 diagnosis.ROUNDS, diagnosis.ANSWER = 1, 8
 soak.compared = lambda: broken(None)
 sys.exit(doctor.main(["--no-disk", "--report"]))

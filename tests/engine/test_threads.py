@@ -2,18 +2,17 @@
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import forked
 import mlx.core as mx
 import numpy as np
 import pytest
 from grids import drawn
 from test_decode import make_resident
-from tiny_models import child_environment, tiny_directory, tiny_model
+from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.opening.engine import load_model
@@ -143,9 +142,8 @@ CHILD = """
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("call, expert_io", drawn(["model", "generate", "load"], ["mmap", "pread"]))
 def test_a_forked_child_gets_an_error_at_its_first_call(expert_io, call):
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(CHILD), str(tiny_directory("qwen3_moe"))]
-    done = subprocess.run([*command, expert_io, call], env=child_environment(), timeout=100)
-    assert done.returncode == 0, f"the child ended with {done.returncode} ({-signal.SIGALRM}: it hung)"
+    code, _, err = forked.run(textwrap.dedent(CHILD), tiny_directory("qwen3_moe"), expert_io, call)
+    assert code == 0, f"the child ended with {code} ({-signal.SIGALRM}: it hung) {err}"
 
 
 def test_closing_waits_for_a_call_that_is_under_way():

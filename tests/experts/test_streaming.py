@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections import Counter
 
+import forked
 import goldens
 import mlx.core as mx
 import numpy as np
@@ -618,12 +619,8 @@ GENERATE = """
     """
 
 
-def command(path, count):
-    return [sys.executable, "-c", textwrap.dedent(GENERATE), str(path), str(count)]
-
-
 def start(path, count):
-    return subprocess.Popen(command(path, count), stdout=subprocess.PIPE, text=True, env=child_environment())
+    return forked.Child(textwrap.dedent(GENERATE), str(path), str(count), environment=child_environment())
 
 
 def contents(path):
@@ -658,7 +655,7 @@ def test_a_model_on_a_read_only_mount(tmp_path):
         pytest.skip("needs the right to mount")
     script = f'{mount} && ! touch {path}/x 2>/dev/null && exec "$@"'
     done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", script, "sh", *command(path, 10)],
+        ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, "-c", textwrap.dedent(GENERATE), path, "10"],
         capture_output=True,
         text=True,
         env={**child_environment(), "PYTHONDONTWRITEBYTECODE": "1"},
@@ -737,9 +734,8 @@ CUT = """
 @pytest.mark.parametrize("kind", ["native", "twins"])
 def test_a_mapped_file_cut_short_while_in_use(replaceable, kind):
     """The system would kill a process that reads past the end."""
-    script = [sys.executable, "-c", textwrap.dedent(CUT), str(replaceable[0]), kind]
-    done = subprocess.run(script, env=child_environment(), capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.returncode} ({-signal.SIGBUS}: killed) {done.stderr}"
+    code, _, err = forked.run(textwrap.dedent(CUT), replaceable[0], kind)
+    assert code == 0, f"{code} ({-signal.SIGBUS}: killed) {err}"
 
 
 @on_cpu()  # CUDA has a copy

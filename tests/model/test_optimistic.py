@@ -10,6 +10,7 @@ import make_random_model
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import drawn
 from tiny_models import tiny_directory, use_plain_operations
 
 from moeflux_mlx.cli.opening import shapes_of
@@ -82,9 +83,10 @@ def run(model, tokens):
 CASES = [(family, records) for family in ("qwen3_moe", "qwen3_5_moe", "deepseek_v3") for records in (None, 40, 6)]
 
 
-@BOTH
-@pytest.mark.parametrize("family, records", [*CASES, ("glm_moe_dsa", 8)])  # 8: a token's experts in all layers
-def test_same_bits_and_counts_as_with_a_wait_for_each_choice(family, records, in_buffers, monkeypatch):
+# 8 records: a token's experts in all layers.
+@pytest.mark.parametrize("case, in_buffers", drawn([*CASES, ("glm_moe_dsa", 8)], [False, True]))
+def test_same_bits_and_counts_as_with_a_wait_for_each_choice(case, in_buffers, monkeypatch):
+    family, records = case
     monkeypatch.setattr(pool_reads, "RESERVE", 0)  # otherwise other records go
     made = []
     for ahead in (False, True):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import goldens
 import pytest
 from small_hub import SmallHub, connected
@@ -161,9 +162,7 @@ convert(sys.argv[1], sys.argv[2], delete_source=sys.argv[5] == "delete", progres
 
 def killed(source, out, name, environment=None, how="keep"):
     """Runs a conversion whose process is killed as soon as it prints `name`, while work is in progress."""
-    command = [sys.executable, "-c", KILLED, str(source), str(out), name, "1", how]
-    child = subprocess.run(command, env={**child_environment(), **(environment or {})}, cwd=ROOT, timeout=60)
-    assert child.returncode == -signal.SIGKILL
+    assert forked.run(KILLED, source, out, name, "1", how, **(environment or {}))[0] == -signal.SIGKILL
 
 
 class Stopped(Exception):

@@ -14,6 +14,7 @@ from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import goldens
 import pytest
 
@@ -71,9 +72,7 @@ convert(sys.argv[1], sys.argv[2], progress=progress)
 def test_resuming_after_a_kill_gives_the_same_files(tmp_path, source, whole, name):
     out = tmp_path / "out"
     before = sum(len(tree(whole)[one]) for one in LARGE[: LARGE.index(name)])
-    command = [sys.executable, "-c", KILLED, str(source), str(out), name, str(before + 40_000)]
-    killed = subprocess.run(command, cwd=ROOT, timeout=60)
-    assert killed.returncode == -signal.SIGKILL
+    assert forked.run(KILLED, source, out, name, before + 40_000)[0] == -signal.SIGKILL
     assert (out / (name + PARTIAL)).exists() and not (out / name).exists()
     with pytest.raises(ModelFileError):
         PackedExperts.open(out, ModelArgs.from_file(source))

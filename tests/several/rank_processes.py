@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import Child
 from tiny_models import child_environment
 
 from moeflux_mlx.cli.main import main
@@ -29,11 +30,10 @@ def ring(folder, ranks):
     return file
 
 
-def started(file, rank, *arguments, **more):
-    """Starts one rank, `python *arguments`."""
+def started(file, rank, code, *arguments):
+    """Starts one rank, `python -c code *arguments`."""
     environment = child_environment() | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)}
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, *map(str, arguments)], env=environment, **(streams | more))
+    return Child(code, *map(str, arguments), environment=environment)
 
 
 def command(*arguments):
@@ -42,7 +42,7 @@ def command(*arguments):
         "import sys; from moeflux_mlx.ops import native; native.set_threads(1)\n"
         "from moeflux_mlx.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
-    return ("-c", code, *arguments)
+    return (code, *arguments)
 
 
 def ended(processes, inputs=()):
@@ -83,10 +83,10 @@ MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).p
 
 
 def by_mpi(ranks, *arguments):
-    """Runs `python *arguments` on all ranks of MPI. Returns (the launcher's exit code, stdout, stderr)."""
+    """Runs `python -c *arguments` on all ranks of MPI. Returns (the launcher's exit code, stdout, stderr)."""
     library = Path(MPIRUN).parent.parent / "lib" / "libmpi.so.40"
     environment = child_environment() | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     environment |= {"MLX_MPI_LIBNAME": str(library)} if library.exists() else {}
-    launch = [MPIRUN, "--oversubscribe", "--mca", "mpi_yield_when_idle", "1", "-n", str(ranks), sys.executable]
+    launch = [MPIRUN, "--oversubscribe", "--mca", "mpi_yield_when_idle", "1", "-n", str(ranks), sys.executable, "-c"]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return ended([subprocess.Popen([*launch, *map(str, arguments)], env=environment, **streams)])[0]

@@ -1,16 +1,12 @@
 """Which group a process joins, and how long it waits for the others."""
 
-import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
-from tiny_models import child_environment
+from rank_processes import ring, started
 
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.several.joining import BACKENDS, LATE, Watchdog, backend_of
@@ -83,23 +79,8 @@ for i in range(int(sys.argv[2])):
 
 def start(tmp_path, ranks, hosts, *arguments):
     """Starts processes of these ranks of a ring."""
-    addresses = []
-    for _ in range(hosts):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            addresses.append([f"127.0.0.1:{free.getsockname()[1]}"])
-    file = tmp_path / "hosts.json"
-    file.write_text(json.dumps(addresses))
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", WORK, *map(str, arguments)],
-            env=child_environment() | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ranks
-    ]
+    file = ring(tmp_path, hosts)
+    return [started(file, rank, WORK, *arguments) for rank in ranks]
 
 
 def ended(processes):

@@ -8,13 +8,12 @@ import resource
 import shutil
 import signal
 import struct
-import subprocess
-import sys
 import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
 
+import forked
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from goldens import FAMILIES
 from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import ROOT, tiny_directory, tiny_model
+from tiny_models import ROOT, child_environment, tiny_directory, tiny_model
 
 from moeflux_mlx import model_fingerprint, save_state
 from moeflux_mlx.driving.session import Session
@@ -490,7 +489,7 @@ for turn in range(40):
 
 def start(script, **values):
     code = (WRITER + script).format(here=str(HERE), model=str(tiny_directory(RECURRENT)), **values)
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    return forked.Child(code, environment=child_environment())
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.0013, 0.0047])

@@ -11,10 +11,13 @@ from hypothesis import settings
 
 
 def drawn(*axes, turns=1, seed=0):
-    """Returns the grid of these axes for `parametrize`. All cells are marked `full`, except some: in each of `turns`
-    rounds one cell for each value of the longest axis, while the values of the other axes take turns in an order that
-    `seed` draws."""
-    draw, axes = random.Random(seed), [list(axis) for axis in axes]
+    """Returns some cells of the grid of these axes for `parametrize`, with `--full` all of them. In each of `turns`
+    rounds one cell is chosen for each value of the longest axis, while the values of the other axes take turns in an
+    order that `seed` draws."""
+    axes = [list(axis) for axis in axes]
+    if is_full():
+        return [*itertools.product(*axes)]
+    draw = random.Random(seed)
     longest = max(map(len, axes)) if all(axes) else 0  # an axis is empty without the native extension
 
     def column(size):
@@ -22,10 +25,7 @@ def drawn(*axes, turns=1, seed=0):
         return itertools.islice(itertools.chain.from_iterable(rounds), longest)
 
     chosen = {cell for _ in range(turns) for cell in zip(*(column(len(axis)) for axis in axes), strict=True)}
-    return [
-        pytest.param(*(axis[i] for axis, i in zip(axes, cell, strict=True)), marks=marks(cell in chosen))
-        for cell in itertools.product(*(range(len(axis)) for axis in axes))
-    ]
+    return [tuple(axis[i] for axis, i in zip(axes, cell, strict=True)) for cell in sorted(chosen)]
 
 
 def examples(count):

@@ -4,15 +4,13 @@ after the model's last norm.
 """
 
 import functools
-import tempfile
-from pathlib import Path
 
 import goldens
 import numpy as np
 import oracle
 from head_weights import LAYERED, head_tensors, names_of
 from minmax import convert
-from tiny_models import on_cpu, write_tokenizer
+from tiny_models import made_once, on_cpu, write_tokenizer
 
 HEADED = ("qwen3_next", "qwen3_moe", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "glm5_next")
 
@@ -27,18 +25,15 @@ def write_headed(path, family, variant="hub", head=None):
 
 
 @functools.cache
-def _kept():
-    return tempfile.TemporaryDirectory(prefix="moeflux-headed-")
-
-
-@functools.cache
 def headed_directory(family):
     """Returns a packed model with a draft head and a tokenizer. Tests share it and must not write into it."""
-    path = Path(_kept().name) / family
-    with on_cpu():
-        convert(write_headed(path.with_suffix(".checkpoint"), family), path)
-    write_tokenizer(path, "qwen3_style")
-    return path
+
+    def make(path):
+        with on_cpu():
+            convert(write_headed(path.with_suffix(".checkpoint"), family), path)
+        write_tokenizer(path, "qwen3_style")
+
+    return made_once(f"headed-{family}", make)
 
 
 def weights(family):
