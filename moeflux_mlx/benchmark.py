@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from .cli.run import Parser, execute  # first: where MLX is missing, it says so
+from .cli.run import Parser, main_of  # first: where MLX is missing, it says so
 
 # isort: split
 import mlx.core as mx
@@ -206,9 +206,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    return execute(together(run), parser().parse_args(argv))
+main = main_of(together(run), parser)
 
 
 if __name__ == "__main__":

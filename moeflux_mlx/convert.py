@@ -4,10 +4,10 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
 
-from .cli.run import Parser, execute  # first: where MLX is missing, it says so
+from .cli.run import Parser, main_of  # first: where MLX is missing, it says so
 
 # isort: split
 from .calibration.convert import DEFAULT_TEXT, Calibration, convert_calibrated, plan_calibrated
@@ -282,9 +282,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    return execute(run, parser().parse_args(argv), writes=False)
+main = main_of(run, parser, writes=False)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from .cli.run import Parser, execute  # first: where MLX is missing, it says so
+from .cli.run import Parser, main_of  # first: where MLX is missing, it says so
 
 # isort: split
 import mlx.core as mx
@@ -328,9 +328,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    return execute(run, parser().parse_args(argv))
+main = main_of(run, parser)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .cli.options import file_to_write
-from .cli.run import Parser, execute
+from .cli.run import Parser, main_of
 from .cli.terminal import note
 from .errors import RequestError
 
@@ -133,9 +133,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    return execute(run, parser().parse_args(argv))
+main = main_of(run, parser)
 
 
 if __name__ == "__main__":
