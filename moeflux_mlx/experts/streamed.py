@@ -22,7 +22,6 @@ from ..errors import ExpertIOError
 from ..formats.pieces import ExpertFiles
 from ..ops.records import Records
 from ..ops.tiles import MAX_TOKENS
-from .asked import AskedByRow
 from .memory import AllowedMemory
 from .places import Adopt
 from .pool_reads import PoolReads
@@ -32,7 +31,7 @@ from .reads import IN_A_STEP, WARM_READS
 from .record_table import RecordTable
 from .repeating import repeat
 from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, Passage, asked_for
-from .stats import Asked, LoaderStats
+from .stats import Asked, AskedByRow, LoaderStats
 from .warming import Usage, Warming
 
 DEFAULT_CACHE_BYTES = 2 << 30

@@ -9,9 +9,9 @@ from ..files import JsonDict
 from ..planning.machine import used_memory
 from .embedder import Embedder
 from .served import Served
-from .wire import health, metrics, models, ollama
+from .wire import metrics, models, ollama
 from .wire.fields import parse
-from .wire.replies import error_headers
+from .wire.replies import error_headers, health
 
 
 def description(served: Served, name: str) -> JsonDict:
@@ -64,7 +64,7 @@ async def tell_version(served: Served, http: HttpRequest) -> Response:
 
 
 async def tell_health(served: Served, http: HttpRequest) -> Response:
-    status, body = health.health(served.models.ready)
+    status, body = health(served.models.ready)
     return JSONResponse(body, status, error_headers(status))
 
 

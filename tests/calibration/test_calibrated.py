@@ -18,9 +18,8 @@ from tiny_models import write_tokenizer
 from moeflux_mlx import load_model
 from moeflux_mlx.calibration import convert as conversion
 from moeflux_mlx.calibration import rounding
-from moeflux_mlx.calibration.budget import spend
 from moeflux_mlx.calibration.convert import Calibration, convert_calibrated, plan_calibrated
-from moeflux_mlx.calibration.errors import Option
+from moeflux_mlx.calibration.errors import Option, spend
 from moeflux_mlx.calibration.layers import LayerRun
 from moeflux_mlx.calibration.weights import open_layers
 from moeflux_mlx.convert import main as convert_command

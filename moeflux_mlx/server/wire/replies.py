@@ -231,3 +231,10 @@ def timings(finish: Finish) -> JsonDict:
         "predicted_ms": finish.completion_seconds * 1000,
         **({"experts": experts} if asked.hits or asked.misses else {}),
     }
+
+
+def health(ready: bool) -> tuple[int, JsonDict]:
+    """HTTP status and body."""
+    if ready:
+        return 200, {"status": "ok"}
+    return 503, {"status": "loading", **openai_error(503, "loading", "the model is being loaded; try again later")}
