@@ -99,11 +99,9 @@ class KeyStepping(Protocol):
 
     def held(self, dtype: mx.Dtype) -> Held:
         """The contents before a token, with entries of `dtype`."""
-        ...
 
     def advance(self, recent: AnyArray) -> None:
         """Replaces `recent` by a copy with one more token."""
-        ...
 
 
 # ---- plain operations

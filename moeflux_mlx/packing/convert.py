@@ -6,7 +6,7 @@ expert and tensor by tensor, so its memory depends only on the largest of these.
 running it again; `layout.json` is written last, so an unfinished directory is never taken for a model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from .layer_files import HeldLayerFile
 from .located import Located, open_source
 from .plan import ConversionPlan, Outcome, make_plan, read_args
 from .recipe import RECIPES, Recipe
-from .shards import Scattering
+from .shards import Meter, Scattering
 from .small_files import small_files
 from .source_format import SourceFormat
 from .supply import Supply, find_supply
@@ -265,10 +265,12 @@ def _at_once(
     verify: bool,
 ) -> tuple[list[str], list[str]]:
     """File by file, from a complete checkpoint; returns as `_write`."""
-    kept, repaired = _write(output, plan, report, plan.total_bytes * (1 + verify))
+    meter = Meter(report, 0, plan.total_bytes * (1 + verify))
+    kept, repaired = _write(output, plan, meter)
     _finish(output, plan, checkpoint, found)
-    if verify:
-        _verify(output, plan, report)
+    for unit in plan.units if verify else ():
+        meter.say(f"verify {unit.name}")
+        output.compare(unit, meter.by)
     if plan.index is not None:
         output.close()
     return kept, repaired
@@ -342,38 +344,18 @@ def _check_config(config: dict[str, Any]) -> None:
     SourceFormat(config)
 
 
-def _write(output: Output, plan: ConversionPlan, progress: ByteProgress, total: int) -> tuple[list[str], list[str]]:
+def _write(output: Output, plan: ConversionPlan, meter: Meter) -> tuple[list[str], list[str]]:
     """All large files; returns the names of those that an earlier run had finished, intact and damaged ones."""
     kept: list[str] = []
     repaired: list[str] = []
-    done = 0
     for unit in plan.units:
-        progress(done, total, unit.name)
+        meter.say(unit.name)
         if output.is_finished(unit):
             kept.append(unit.name)
+            meter.by(unit.size)
         else:
             repaired += [unit.name] if unit.name in output.files else []
             last = FINISHED if plan.index is None else "config.json"
             (output.path / last).unlink(missing_ok=True)  # so that a model under repair is not loaded
-            output.write(unit, _advance(progress, done, total, unit.name))
-        done += unit.size
-        progress(done, total, unit.name)
+            output.write(unit, meter.by)
     return kept, repaired
-
-
-def _advance(progress: ByteProgress, start: int, total: int, name: str) -> Callable[[int], None]:
-    done = start
-
-    def advance(size: int) -> None:
-        nonlocal done
-        done += size
-        progress(done, total, name)
-
-    return advance
-
-
-def _verify(output: Output, plan: ConversionPlan, progress: ByteProgress) -> None:
-    done = total = plan.total_bytes
-    for unit in plan.units:
-        output.compare(unit, _advance(progress, done, 2 * total, f"verify {unit.name}"))
-        done += unit.size
