@@ -260,14 +260,9 @@ def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disk: i
     return lines
 
 
-def drives_of(files: ExpertFiles) -> set[int]:
-    """The devices that hold a model's experts."""
-    return {path.stat().st_dev for path in files.sizes}
-
-
 def measured_line(disk: int, files: ExpertFiles) -> str:
     """The line on a measured disk, in bytes per second."""
-    drives = len(drives_of(files))
+    drives = len({path.stat().st_dev for path in files.sizes})
     together = f" of {drives} drives together" if drives > 1 else ""
     return f"disk: {disk / 1e9:.2f} GB/s reading whole experts{together} past the page cache"
 

@@ -112,11 +112,6 @@ def command(hostfile: Path, options: argparse.Namespace) -> str:
     return shlex.join([*launch, "--", "-m", "moeflux_mlx.chat", *model])
 
 
-def default_python() -> str:
-    """This interpreter, which is at the same path on the other machines if they are set up alike."""
-    return sys.executable
-
-
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         "ranks",
@@ -129,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
     add("--model", metavar="DIR", help="directory of the model, at the same path on all machines")
     add("--output", default="hosts.json", metavar="FILE", help="host file to write (%(default)s)")
     add("--backend", choices=("ring", "jaccl"), default="ring", help="transport between ranks (%(default)s)")
-    add("--python", default=default_python(), help="interpreter on all machines (%(default)s)")
+    add("--python", default=sys.executable, help="interpreter on all machines (%(default)s)")
     return made
 
 

@@ -245,7 +245,8 @@ class _Conversion:
             recipe = replace(base, name=name, layers=(*base.layers, *((str(i), forms) for i, forms in layers.items())))
             if bits is not None:
                 return recipe
-            excess = self._size(args, recipe) - int(self.calibration.target_gb * 1e9)  # type: ignore[operator]
+            size = make_plan(self.checkpoint, args, self._like(recipe)).total_bytes
+            excess = size - int(self.calibration.target_gb * 1e9)  # type: ignore[operator]
             if excess <= 0:
                 return recipe
             budget -= excess  # of padding between records
@@ -275,9 +276,6 @@ class _Conversion:
 
     def _like(self, recipe: Recipe) -> Wanted:
         return Wanted.of(Forms(recipe=recipe, without_correction_bias=self.weights.without_correction_bias))
-
-    def _size(self, args: ModelArgs, recipe: Recipe) -> int:
-        return make_plan(self.checkpoint, args, self._like(recipe)).total_bytes
 
     def planned(self, args: ModelArgs, wanted: Wanted) -> tuple[ConversionPlan, Needs]:
         """The plan of the conversion, and the needs of the run."""

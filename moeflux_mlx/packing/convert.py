@@ -6,34 +6,66 @@ expert and tensor by tensor, so its memory depends only on the largest of these.
 running it again; `layout.json` is written last, so an unfinished directory is never taken for a model.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, ModelFileError, RequestError
-from ..files import user_path
+from ..files import tagged, user_path
 from ..foreign import with_parameters_of
-from ..formats.checkpoint import Checkpoint
+from ..formats.checkpoint import COPIED, GRIDS_LICENSE, RECIPE, Checkpoint
 from ..formats.owners import MOST_RANKS, Owners, RankShare
 from ..formats.packed import FINISHED, STATE, open_packed
-from ..quant import unquantized
+from ..quant import GRID, unquantized
 from ..rounding.methods import MINMAX
 from ..spec import ModelArgs
 from .found_files import FoundFiles, checkpoint_digest
 from .gguf_folder import describe, tokenizer_folder
+from .gguf_tables import license_text
 from .in_place import open_in_place
-from .layer_files import HeldLayerFile
+from .layer_files import HeldLayerFile, layout_json
 from .located import Located, open_source
+from .mlx_layout import INDEX as MLX_INDEX
 from .plan import ConversionPlan, Outcome, make_plan, read_args
 from .recipe import RECIPES, Recipe
+from .resident import ResidentFile
 from .shards import Meter, Scattering
-from .small_files import small_files
 from .source_format import SourceFormat
 from .supply import Supply, find_supply
 from .unit import Unit
 from .wanted import Forms, Wanted
 from .writer import ByteProgress, Output, check_space, reserved, writing
+
+
+def small_files(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, bytes]:
+    """Contents by name; the last one makes the directory a model."""
+    copied = {name: (checkpoint.folder / name) for name in COPIED}
+    files = {name: file.read_bytes() for name, file in copied.items() if file.is_file()}
+    files |= {} if plan.outcome.recipe is None else {RECIPE: plan.outcome.recipe.file()}
+    if _has_grids(plan):
+        files[GRIDS_LICENSE] = license_text().encode()
+    config = {**unquantized(checkpoint.config), "quantization": plan.quantization}
+    files["config.json"] = (json.dumps(tagged(config), indent=2, ensure_ascii=False) + "\n").encode()
+    if plan.index is not None:
+        return {MLX_INDEX: plan.index, **files}
+    files[FINISHED] = layout_json(plan.layout, plan.share, plan.also)
+    return files
+
+
+def _has_grids(plan: ConversionPlan) -> bool:
+    """Whether a form with a table of its own is one of those of experts, or of resident matrices."""
+    of_experts = (quant for one in plan.layout.records.values() for quant in one.quants)
+    written = (
+        one
+        for unit in plan.units
+        if isinstance(unit, ResidentFile)
+        for source in unit.sources
+        for one in source.written
+    )
+    return any(quant.grid for quant in of_experts) or any(one.name.endswith(f".{GRID}") for one in written)
+
 
 PACKED, MLX = LAYOUTS = "packed", "mlx"
 

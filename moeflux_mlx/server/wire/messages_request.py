@@ -123,7 +123,8 @@ class _User:
         return [*self.results, *([{"role": "user", "content": said}] if said or not self.results else [])]
 
     def _result(self, part: Body) -> None:
-        text = "\n".join(texts(part, "content", {"document": _document, "tool_reference": _reference}))
+        readers = {"document": _document, "tool_reference": lambda part: part.text("tool_name")}
+        text = "\n".join(texts(part, "content", readers))
         if part.flag("is_error") and "error" not in text.lower():
             text = f"Error: {text}"
         self.results.append(conversation.result(text, part.text("tool_use_id")))
@@ -155,7 +156,3 @@ def _document(part: Body) -> str | None:
     if source is None or source.text("type") not in ("text", "content"):
         raise unserved(part, "document")
     return source.text("data") if source.text("type") == "text" else joined(source, "content")
-
-
-def _reference(part: Body) -> str | None:
-    return part.text("tool_name")
