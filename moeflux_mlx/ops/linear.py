@@ -16,7 +16,7 @@ from . import backend, native
 from .backend import FLOATS, AnyArray, Array, kernels_take, view
 from .elementwise import split
 from .forms import MULTIPLE, Form, factors, is_read, matmul_float32, settings, unpacked, unpacked_float32
-from .launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
+from .launch import LEAST_ELEMENTS, Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
 from .matrix import Weights, dequantized, each_part, inputs_of, part_of_heads, parts_of, rows_of
 from .norm import Norm
 from .observe import observe
@@ -239,8 +239,6 @@ def refusal(target: str, tokens: int, shape: Shape, quant: Quant | None, least: 
     """Why `qmv` does not multiply this number of rows with a matrix of this shape, or with one of fewer than `least`
     weights.
     """
-    if target == "ops":
-        return NO_KERNELS
     if quant is None or len(shape) > 2:
         return Reason("the matrix holds floats" if quant is None else f"the matrix has {len(shape)} axes")
     if not is_read(quant, shape[1]):
@@ -274,8 +272,6 @@ def plan(
     codes, values = quant.words(columns), quant.of_part(quant.parts[1], columns, FLOAT)[0]
     good = w == (rows, codes) and scales == (rows, values)
     require(good, f"w is {w}, scales {scales}; expected [O, {codes}] and [O, {values}]")
-    if target == "ops":
-        return NO_KERNELS
     if rows * quant.fewest(columns) < LEAST_ELEMENTS:
         return Reason(f"{rows * quant.fewest(columns)} scales are fewer than {LEAST_ELEMENTS}")
     chunks = form.chunks(columns)
