@@ -7,17 +7,29 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from .cli.run import Parser, execute  # first: where MLX is missing, it says so
+from .cli.run import Parser, main_of  # first: where MLX is missing, it says so
 
 # isort: split
 import mlx.core as mx
 
-from .cli.benchmarking import OURS, PromptFigures, Rounds, StepsAfter, measured, medians, own_steps, table
+from .cli.benchmarking import (
+    OURS,
+    PromptFigures,
+    Rates,
+    Rounds,
+    StepsAfter,
+    check_numbers,
+    measured,
+    medians,
+    own_steps,
+    parallel_rates,
+    parallel_table,
+    table,
+)
 from .cli.diagnosis import machine_lines
 from .cli.fetching import local_model
 from .cli.opening import note_idle_options, open_optional
 from .cli.options import add_model_options
-from .cli.parallel import Rates, check_numbers, parallel_rates, parallel_table
 from .cli.ranks import add_rank_options, together
 from .cli.terminal import mapped_memory_gb, peak_memory_gb
 from .errors import RequestError
@@ -206,9 +218,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    return execute(together(run), parser().parse_args(argv))
+main = main_of(together(run), parser)
 
 
 if __name__ == "__main__":

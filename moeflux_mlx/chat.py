@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,7 +17,7 @@ from .cli.options import (
 )
 from .cli.ranks import add_rank_options, together
 from .cli.remarks import beyond_plan, draft_statistics, expert_statistics, why_cut
-from .cli.run import Parser, execute
+from .cli.run import Parser, main_of
 from .cli.sampling import add_sampling_options, sampling
 from .cli.terminal import Interruption, ProgressLine, WordWrap, note, unsafe_letters
 from .driving.conversation import Conversation
@@ -283,9 +283,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    return execute(together(run), parser().parse_args(argv))
+main = main_of(together(run), parser)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
 
-from .cli.run import Parser, execute  # first: where MLX is missing, it says so
+from .cli.run import Parser, main_of  # first: where MLX is missing, it says so
 
 # isort: split
-from .calibration.convert import DEFAULT_TEXT, Calibration, convert_calibrated, plan_calibrated
+from .calibration.calibrated import DEFAULT_TEXT, Calibration, convert_calibrated, plan_calibrated
 from .calibration.rounding import CALIBRATED_METHODS, GPTQ
 from .cli.fetching import downloaded
 from .cli.interrupts import INTERRUPTED
@@ -24,7 +24,7 @@ from .formats.packed import FOLDER
 from .model.tensors import token_bytes
 from .opening.remote import is_remote
 from .opening.weights import open_weights
-from .packing.convert import LAYOUTS, PACKED, ConversionReport, ConvertSettings, convert, convert_with
+from .packing.conversion import LAYOUTS, PACKED, ConversionReport, ConvertSettings, convert, convert_with
 from .packing.ggml import TYPES
 from .packing.located import Located
 from .packing.recipe import RECIPES
@@ -282,9 +282,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    return execute(run, parser().parse_args(argv), writes=False)
+main = main_of(run, parser, writes=False)
 
 
 if __name__ == "__main__":

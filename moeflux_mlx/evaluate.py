@@ -19,7 +19,7 @@ from .cli.options import (
     settings_of,
     written,
 )
-from .cli.run import Parser, execute
+from .cli.run import Parser, main_of
 from .cli.terminal import ProgressLine, note
 from .errors import NotPackedError
 from .files import JsonDict, read_text, user_path
@@ -188,9 +188,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    return execute(run, parser().parse_args(argv))
+main = main_of(run, parser)
 
 
 if __name__ == "__main__":

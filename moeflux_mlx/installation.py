@@ -6,9 +6,18 @@ published, `install_command` may become `pip install 'moeflux-mlx[EXTRA]'`.
 
 import json
 import shlex
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import unquote, urlparse
+
+
+def module_if_here(name: str) -> ModuleType | None:
+    """A module that need not be here: a C extension that could not be built, or a package of an extra."""
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
 
 
 def reinstall_command() -> str:

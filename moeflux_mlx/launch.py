@@ -72,14 +72,10 @@ def command(
 ) -> tuple[list[str], dict[str, str]]:
     """The words and the environment that start the program at `path`, pointed at the server."""
     setup = program.setup(server, folder)
-    direct = {name: _listed(os.environ.get(name), "127.0.0.1") for name in ("NO_PROXY", "no_proxy")}
+    direct = {name: ",".join(filter(None, (os.environ.get(name), "127.0.0.1"))) for name in ("NO_PROXY", "no_proxy")}
     variables = {**os.environ, **direct, **setup.variables}
     environment = {name: value for name, value in variables.items() if value is not None}
     return [path, *setup.arguments, *arguments], environment
-
-
-def _listed(names: str | None, name: str) -> str:
-    return f"{names},{name}" if names else name
 
 
 def _too_short(context: int, program: AgentProgram) -> str:

@@ -3,6 +3,7 @@
 A matrix is declared only with its sizes; `weights` gives it its tensor and stored form.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -186,19 +187,19 @@ class MixerModule(nn.Module):
         parts = self.begin(x, norm)
         return self.end(self.mix(parts, caches, *more), parts, None)
 
+    @abstractmethod
     def begin(self, x: Array, norm: "RMSNorm | None") -> list[Array]:
         """The inputs of `mix` and `end`, from norm(x) or x."""
-        raise NotImplementedError
 
+    @abstractmethod
     def mix(self, parts: Sequence[Array], caches: Caches, *more: Chosen | None) -> Array:
         """[B, L, .] from the results of `begin`. The layer's caches absorb the tokens, the mixer's own first; each is a
         `LayerCache`, its traced stand-in, or `StepRows`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
         """The projection of the result of `mix`, plus x if it is given."""
-        raise NotImplementedError
 
 
 class Convolution(nn.Module):

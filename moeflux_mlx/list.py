@@ -2,19 +2,16 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 
 from .cli.downloads import list_models
-from .cli.run import Parser, execute
+from .cli.run import Parser, main_of
 
 
 def parser() -> argparse.ArgumentParser:
     return Parser("list", "List the models in the Hugging Face Hub's cache that can be run, and their size on disk.")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    return execute(list_models, parser().parse_args(argv))
+main = main_of(list_models, parser)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from .cli.known_models import COMFORTABLE, Fit, Machine, known_models, machine_of, table
 from .cli.options import gigabytes
 from .cli.planning import ASSUMED_DISK, figures
-from .cli.run import Parser, execute
+from .cli.run import Parser, main_of
 from .errors import RequestError
 
 WIDTH = 100  # columns
@@ -112,9 +112,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    return execute(run, parser().parse_args(argv))
+main = main_of(run, parser)
 
 
 if __name__ == "__main__":

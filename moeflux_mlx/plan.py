@@ -2,11 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from .cli.run import Parser, execute  # first: where MLX is missing, it says so
+from .cli.run import Parser, main_of  # first: where MLX is missing, it says so
 
 # isort: split
 import mlx.core as mx
@@ -267,14 +267,9 @@ def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disk: i
     return lines
 
 
-def drives_of(files: ExpertFiles) -> set[int]:
-    """The devices that hold a model's experts."""
-    return {path.stat().st_dev for path in files.sizes}
-
-
 def measured_line(disk: int, files: ExpertFiles) -> str:
     """The line on a measured disk, in bytes per second."""
-    drives = len(drives_of(files))
+    drives = len({path.stat().st_dev for path in files.sizes})
     together = f" of {drives} drives together" if drives > 1 else ""
     return f"disk: {disk / 1e9:.2f} GB/s reading whole experts{together} past the page cache"
 
@@ -335,9 +330,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    return execute(run, parser().parse_args(argv))
+main = main_of(run, parser)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 
 from .cli.fetching import pull
 from .cli.options import add_shared
-from .cli.run import Parser, execute
+from .cli.run import Parser, main_of
 
 
 def parser() -> argparse.ArgumentParser:
@@ -18,9 +17,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    return execute(pull, parser().parse_args(argv))
+main = main_of(pull, parser)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .cli.options import file_to_write
-from .cli.run import Parser, execute
+from .cli.run import Parser, main_of
 from .cli.terminal import note
 from .errors import RequestError
 
@@ -112,11 +112,6 @@ def command(hostfile: Path, options: argparse.Namespace) -> str:
     return shlex.join([*launch, "--", "-m", "moeflux_mlx.chat", *model])
 
 
-def default_python() -> str:
-    """This interpreter, which is at the same path on the other machines if they are set up alike."""
-    return sys.executable
-
-
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         "ranks",
@@ -129,13 +124,11 @@ def parser() -> argparse.ArgumentParser:
     add("--model", metavar="DIR", help="directory of the model, at the same path on all machines")
     add("--output", default="hosts.json", metavar="FILE", help="host file to write (%(default)s)")
     add("--backend", choices=("ring", "jaccl"), default="ring", help="transport between ranks (%(default)s)")
-    add("--python", default=default_python(), help="interpreter on all machines (%(default)s)")
+    add("--python", default=sys.executable, help="interpreter on all machines (%(default)s)")
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    return execute(run, parser().parse_args(argv))
+main = main_of(run, parser)
 
 
 if __name__ == "__main__":

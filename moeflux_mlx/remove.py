@@ -2,10 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 
 from .cli.downloads import remove_model
-from .cli.run import Parser, execute
+from .cli.run import Parser, main_of
 
 
 def parser() -> argparse.ArgumentParser:
@@ -15,9 +14,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    return execute(remove_model, parser().parse_args(argv), writes=False)
+main = main_of(remove_model, parser, writes=False)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
-from .cli.run import Parser, execute  # first: where MLX is missing, it says so
+from .cli.run import Parser, main_of  # first: where MLX is missing, it says so
 
 # isort: split
 import mlx.core as mx
@@ -168,9 +168,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    return execute(run, parser().parse_args(argv))
+main = main_of(run, parser)
 
 
 if __name__ == "__main__":

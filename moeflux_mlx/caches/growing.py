@@ -1,5 +1,6 @@
 """What caches of every position have in common: two arrays that grow in steps and can be cut."""
 
+from abc import abstractmethod
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -31,9 +32,9 @@ class Growing(LayerCache[LayerPart]):
         self.offset = self._expected = 0
 
     @property
+    @abstractmethod
     def rows(self) -> Rows:
         """(heads, width) of one position in each array."""
-        raise NotImplementedError
 
     def bytes_for(self, positions: int, itemsize: int) -> int:
         """Bytes of one text with that many positions, in entries of `itemsize` bytes."""
@@ -231,9 +232,9 @@ class Stepping(Growing[LayerPart]):
         self._recent: Any = None  # mx.array | np.ndarray | None
         self._begun = 0  # the first position of `recent`
 
+    @abstractmethod
     def takes_steps(self) -> bool:
         """Whether there are kernels for the next token alone, of the mixer and of all that it asks of this cache."""
-        raise NotImplementedError
 
     @property
     def recent_shape(self) -> Shape:

@@ -1,5 +1,7 @@
 """The cache of an indexer's keys of all positions."""
 
+from abc import abstractmethod
+
 from ..kinds import Indexer
 from ..ops.backend import AnyArray
 from ..ops.launch import Shape
@@ -14,9 +16,9 @@ class KeyCache(Stepping[LayerPart]):
     """
 
     @property
+    @abstractmethod
     def indexer(self) -> Indexer:
         """The indexer whose keys these are."""
-        raise NotImplementedError
 
     @property
     def rows(self) -> Rows:

@@ -5,6 +5,7 @@ cache knows its bytes for a text of any length, its part of a snapshot, how to g
 row of the last step (`Model.step`), and its traced stand-in in a compiled step.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -35,7 +36,7 @@ class JoinedRow(NamedTuple):
 WayBack: TypeAlias = Any  # what a cache goes back to within a step: `Arrays`, or a `JoinedRow`
 
 
-class LayerCache(Generic[LayerPart]):
+class LayerCache(ABC, Generic[LayerPart]):
     """The interface of all kinds, based on their `state`; `part` is the part of the layer that the cache serves.
 
     Attributes:
@@ -96,13 +97,13 @@ class LayerCache(Generic[LayerPart]):
         """Bytes of a kept state, with entries of `itemsize` bytes."""
         return 0 if self.is_trimmable() else self.bytes_for(1, itemsize)
 
+    @abstractmethod
     def is_trimmable(self) -> bool:
         """Whether it can go back to any position without a kept state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reaches(self, position: int) -> bool:
         """Whether it can go back to that position without a kept state."""
-        raise NotImplementedError
 
     def trim(self, n: int) -> int:
         """Forgets the last n positions if it can go back that far without a kept state; returns how many it forgot."""
@@ -113,45 +114,44 @@ class LayerCache(Generic[LayerPart]):
         self.go_back(position, None)
         return n
 
+    @abstractmethod
     def bytes_for(self, positions: int, itemsize: int) -> int:
         """Bytes of one text with that many positions, with entries of `itemsize` bytes."""
-        raise NotImplementedError
 
     def step_bytes(self, positions: int, itemsize: int) -> int:
         """Bytes that the next token reads and writes after that many positions."""
         return self.bytes_for(positions, itemsize)
 
+    @abstractmethod
     def stored_shapes(self, length: int) -> tuple[Shape, ...]:
         """The shapes of the arrays that a snapshot of `length` positions holds."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stored(self) -> Arrays:
         """The arrays of a single text in a snapshot; None stands for zeros."""
-        raise NotImplementedError
 
+    @abstractmethod
     def empty(self) -> bool:
         """Whether it has absorbed no token."""
-        raise NotImplementedError
 
     def expect(self, n: int) -> None:
-        """Prepares for n more positions that come in several calls."""
-        raise NotImplementedError
+        """Prepares for n more positions that come in several calls, if the size depends on them."""
+        self.last_step = None
 
-    def reserve(self, n: int) -> None:
+    def reserve(self, n: int) -> None:  # noqa: B027 (a cache whose size does not depend on positions has room)
         """Makes room for n more positions; there must be some already."""
-        raise NotImplementedError
 
+    @abstractmethod
     def traced(self, n: int) -> TracedKind | None:
         """A function that makes the traced stand-in for the next n tokens; None if no stand-in serves all of them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step_arrays(self, n: int = 1) -> list[AnyArray]:
         """The arrays of the traced stand-in for the next n tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take_step(self, arrays: list[mx.array]) -> None:
         """Takes the arrays after the step."""
-        raise NotImplementedError
 
     @property
     def joins(self) -> bool:
@@ -171,19 +171,19 @@ class LayerCache(Generic[LayerPart]):
         """Bytes of the way back to a row of the last step, with entries of `itemsize` bytes."""
         return 0
 
+    @abstractmethod
     def go_back(self, position: int, kept: WayBack | None) -> None:
         """Goes back to an earlier position with its kept state `kept`."""
-        raise NotImplementedError
 
     def take_back(self, position: int, way: WayBack | None) -> None:
         """Goes back to before a row of the last step; `way` is the result of `way_back` there."""
         self.go_back(position, way)
 
+    @abstractmethod
     def take_from(self: Same, other: Same, position: int, kept: Arrays | None) -> None:
         """Takes the state that `other` had at `position`, where its kept state was `kept`; later changes of one do not
         affect the other.
         """
-        raise NotImplementedError
 
     def copy(self: Same) -> Same:
         """A copy; the two share arrays until one of them writes."""

@@ -129,13 +129,6 @@ class RecurrentCache(Absorbed, LayerCache[Any]):
             self.arrays = [mx.contiguous(array[row : row + 1]) for array in arrays]
             mx.async_eval(self._arrays)  # otherwise the copies would keep the arrays of all sequences
 
-    def expect(self, n: int) -> None:
-        """Does nothing: the cache's size does not depend on positions."""
-        self.last_step = None
-
-    def reserve(self, n: int) -> None:
-        """Does nothing: the cache's size does not depend on positions."""
-
     def reaches(self, position: int) -> bool:
         """Whether it can go back to that position with nothing kept."""
         return position == 0

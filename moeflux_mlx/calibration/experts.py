@@ -22,11 +22,9 @@ class ExpertObserver(Protocol):
 
     def observe_input(self, x: Array, ids: np.ndarray, weights: np.ndarray) -> None:
         """All rows [N, H], each once, with the experts [N, K] of each and their weights."""
-        ...
 
     def observe_expert(self, activations: Array, weights: np.ndarray) -> None:
         """The activations [N, I] of an expert for rows that chose it, and their routing weights, float32 [N]."""
-        ...
 
 
 class NoRecords(WholeExperts):

@@ -63,22 +63,18 @@ class LayerWeights(Protocol):
     @property
     def args(self) -> ModelArgs:
         """The model's sizes; its `quantization` is that of the tensors of `resident`."""
-        ...
 
     @property
     def names(self) -> frozenset[str]:
         """Of all resident tensors."""
-        ...
 
     @property
     def layout(self) -> ExpertLayout:
         """The layout of its routed experts."""
-        ...
 
     @property
     def tables(self) -> Mapping[int, TableFiles]:
         """The places of the rows of n-grams, by layer."""
-        ...
 
     def resident(self, path: str) -> dict[str, mx.array]:
         """The resident tensors of the module `path` of the model, by name.
@@ -86,11 +82,9 @@ class LayerWeights(Protocol):
         Raises:
             ModelFileError: a file cannot be read, or a value is not finite.
         """
-        ...
 
     def expert(self, layer: int, expert: int, dtype: mx.Dtype) -> FloatExpert:
         """One expert in `dtype`. Raises ModelFileError, as `resident`."""
-        ...
 
 
 def open_layers(located: Located, without_correction_bias: bool = False) -> LayerWeights:

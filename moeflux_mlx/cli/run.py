@@ -59,6 +59,13 @@ def program(command: str) -> str:
     return f"moeflux {command}" if is_script else f"python -m moeflux_mlx.{command}"
 
 
+def main_of(
+    run: Callable[[argparse.Namespace], int], parser: Callable[[], argparse.ArgumentParser], writes: bool = True
+) -> Callable[..., int]:
+    """The `main` of a command: it runs with the words that it is called with, or else with the process's own."""
+    return lambda argv=None: execute(run, parser().parse_args(argv), writes)
+
+
 def execute(run: Callable[[argparse.Namespace], int], options: argparse.Namespace, writes: bool = True) -> int:
     """Runs a command, which `writes` to stdout or does not; returns its exit code.
 

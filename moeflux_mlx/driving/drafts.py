@@ -16,15 +16,12 @@ class Drafts(Protocol):
 
     def add(self, token: int, hidden: AnyArray = None) -> None:
         """Appends `token` to the text. `hidden` [1, 1, hidden_size] is a head's input from the position before it."""
-        ...
 
     def propose(self, count: int) -> Sequence[int] | mx.array:
         """Proposes at most `count` next tokens; an array of them, uint32 [n], need not be evaluated."""
-        ...
 
     def may_propose(self) -> bool:
         """Whether there may be a proposal, as far as this is known before the next token."""
-        ...
 
 
 class Lookup:

@@ -5,25 +5,17 @@ the extension is not built, or the system does not support such reads, there is 
 way of reading. A queue serves one thread.
 """
 
-import importlib
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 
 from ..formats.pieces import FilePiece, Run
+from ..installation import module_if_here
 
 RUN_NUMBERS, PIECE_NUMBERS = 6, 3  # the native code's fields of each
 
 
-def _load() -> ModuleType | None:
-    try:
-        return importlib.import_module("moeflux_mlx.experts._reads")
-    except ImportError:
-        return None
-
-
-extension = _load()
+extension = module_if_here("moeflux_mlx.experts._reads")
 
 
 def available() -> bool:

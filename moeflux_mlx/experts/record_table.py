@@ -26,7 +26,6 @@ class InTable(Protocol):
     @property
     def device(self) -> mx.array | None:
         """The record, as an array [words], where it lies apart."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,6 @@ from .waves import expect, in_waves
 Waiting = Callable[[int, int], AbstractContextManager[None]]
 
 
-def _only_waits(layer: int, rows: int) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 class RoutedExperts:
     """Implements `routing.RoutedExpertsCall` over a source of experts.
 
@@ -55,7 +51,7 @@ class RoutedExperts:
     """
 
     def __init__(self, source: ExpertLoader, prefetch: str = "lookahead", waiting: Waiting | None = None):
-        self.source, self._waiting = source, waiting or _only_waits
+        self.source, self._waiting = source, waiting or (lambda layer, rows: nullcontext())
         self.lookahead = Lookahead(source, prefetch)
         self._compiles = backend.has_kernels()  # single tokens
         self._compiled: dict[tuple[int, int], Any] = {}  # by thread (as in `DecodeStep`) and layer

@@ -66,25 +66,20 @@ class RoutedExpertsCall(Protocol):
     @property
     def source(self) -> ExpertLoader:
         """The source of the experts, for turns and statistics."""
-        ...
 
     def __call__(self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None) -> Array:
         """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, in residual's shape, for up to `MAX_TOKENS`
         tokens. `shared` is the shared expert or its output.
         """
-        ...
 
     def in_pieces(self, routing: Routing, x: Array, residual: Array, shared: Array | None) -> Pieces[Array]:
         """The same for more tokens. Between two pieces no record is leased."""
-        ...
 
     def expect(self, layer: int, tokens: int) -> None:
         """Announces that `tokens` tokens are about to reach the experts of `layer`."""
-        ...
 
     def wants_guess(self, layer: int, tokens: int) -> bool:
         """Whether a prediction of the experts of `layer` would be used now."""
-        ...
 
 
 @runtime_checkable
@@ -93,7 +88,6 @@ class FromTables(Protocol):
 
     def reads_tables(self, layer: int, top_k: int) -> bool:
         """Whether kernels compute `top_k` experts of the layer from a table."""
-        ...
 
     def from_table(
         self, layer: int, memory: mx.array, buffers: Sequence[mx.array], host_copy: list[mx.array]
@@ -101,16 +95,13 @@ class FromTables(Protocol):
         """Computes what a call does from the memory and the buffers of the layer's `RecordTable`; it can be traced.
         `host_copy` gets the arrays of the chosen ids that the host should read (`ops.route.read_ids`).
         """
-        ...
 
     def accepted(self, layer: int) -> None:
         """To be called when a token has used experts of the layer without a request."""
-        ...
 
     @property
     def reads_ahead(self) -> bool:
         """Whether records are read before they are requested."""
-        ...
 
 
 def in_parts(

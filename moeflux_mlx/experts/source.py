@@ -133,7 +133,6 @@ class RequestObserver(Protocol):
 
     def requested(self, layer: int, ids: np.ndarray, keys: Sequence[Key], ready: Sequence[bool]) -> None:
         """`ids` of `layer` were requested: the different `keys`, and whether each was in memory."""
-        ...
 
 
 class ExpertLoader(ABC):

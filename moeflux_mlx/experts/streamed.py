@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -22,7 +23,6 @@ from ..errors import ExpertIOError
 from ..formats.pieces import ExpertFiles
 from ..ops.records import Records
 from ..ops.tiles import MAX_TOKENS
-from .asked import AskedByRow
 from .memory import AllowedMemory
 from .places import Adopt
 from .pool_reads import PoolReads
@@ -30,10 +30,23 @@ from .pools import Pools
 from .reader import DEFAULT_WORKERS, Arrange, ExpertReader, RecordCheck
 from .reads import IN_A_STEP, WARM_READS
 from .record_table import RecordTable
-from .repeating import repeat
 from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, Passage, asked_for
-from .stats import Asked, LoaderStats
+from .stats import Asked, AskedByRow, LoaderStats
 from .warming import Usage, Warming
+
+Kind = TypeVar("Kind")
+
+
+def repeat(name: str, one: Kind, call: Callable[[Kind], bool], seconds: float) -> None:
+    """Starts a thread that calls `call` with `one` every `seconds`, until it returns False or `one` is gone."""
+    threading.Thread(target=_repeat, args=(weakref.ref(one), call, seconds), name=name, daemon=True).start()
+
+
+def _repeat(reference: "weakref.ref[Kind]", call: Callable[[Kind], bool], seconds: float) -> None:
+    while (one := reference()) is not None and call(one):
+        del one
+        time.sleep(seconds)
+
 
 DEFAULT_CACHE_BYTES = 2 << 30
 WATCH_SECONDS = 0.5  # seconds between two checks while nothing is computed

@@ -44,11 +44,9 @@ class ExpertFiles(Protocol):
     @property
     def sizes(self) -> Mapping[Path, int]:
         """Bytes of every file, as they were when it was opened."""
-        ...
 
     def pieces(self, layer: int, expert: int) -> tuple[FilePiece, ...]:
         """The pieces of a record, which together cover its fields."""
-        ...
 
 
 class Run(NamedTuple):

@@ -17,7 +17,7 @@ from ..cli.options import (
 )
 from ..cli.ranks import add_rank_options, together
 from ..cli.remarks import beyond_plan, draft_statistics, expert_statistics, why_cut, worth_converting
-from ..cli.run import Parser, execute
+from ..cli.run import Parser, main_of
 from ..cli.sampling import add_sampling_options, sampling
 from ..cli.terminal import Interruption, ProgressLine, note, peak_memory_gb, unsafe_letters
 from ..driving.generation import GenerationResponse, within_limit
@@ -186,9 +186,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    return execute(together(run), parser().parse_args(argv))
+main = main_of(together(run), parser)
 
 
 if __name__ == "__main__":

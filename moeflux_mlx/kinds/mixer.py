@@ -1,5 +1,6 @@
 """What every way of mixing tokens answers about itself."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
@@ -31,7 +32,7 @@ class Attending(Protocol):
     def rotation(self) -> Rotation | None: ...
 
 
-class Mixer:
+class Mixer(ABC):
     """The base class of all ways of mixing tokens, which are frozen dataclasses.
 
     It has no fields. A property of it must not have the name of a field that has no default: the dataclass would take
@@ -74,14 +75,14 @@ class Mixer:
         """The mixer with keys and values rounded to so many bits, None: unchanged; itself if it cannot round them."""
         return self
 
+    @abstractmethod
     def check(self) -> None:
         """Checks the conditions between its fields. Raises ConfigError with the names of the configuration's fields."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def widths(self) -> tuple[int, ...]:
         """The widths of the rows that its operations take."""
-        raise NotImplementedError
 
     def is_read(self, name: str) -> bool:
         """Whether each token reads a parameter, by its name in the module; of equally large ones among which a token
@@ -93,9 +94,9 @@ class Mixer:
         """How many of `count` tokens from the place `first` on attend to all that they see; by default each does."""
         return count
 
+    @abstractmethod
     def temporaries(self, tokens: int, positions: int) -> int:
         """Number of values that exist at once while `tokens` are mixed and `positions` are seen, without scores."""
-        raise NotImplementedError
 
     def scores(self, tokens: int, positions: int) -> int:
         """Scores of all heads that exist at once besides `temporaries`; by default there are none."""
@@ -104,9 +105,9 @@ class Mixer:
     # ---- what it costs
 
     @property
+    @abstractmethod
     def columns(self) -> int:
         """Columns of the projections from the hidden state and back to it."""
-        raise NotImplementedError
 
     def own_operations(self, tokens: int) -> float:
         """Other multiplications and additions for `tokens` tokens. Those that a GPU does more slowly than products
@@ -152,9 +153,9 @@ class Mixer:
         return "self_attn"
 
     @property
+    @abstractmethod
     def title(self) -> str:
         """Its name for users."""
-        raise NotImplementedError
 
     def moments(self, longest: int) -> Iterator[tuple[str, int]]:
         """The states of a text of at most `longest` positions in which a token runs other kernels than at its start, as

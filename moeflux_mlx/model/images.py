@@ -44,7 +44,6 @@ class Image(Protocol):
 
     def rows(self, encoder: "ImageEncoder | None") -> ImageRows:
         """The image's rows, computed by the model's encoder when first requested and kept until `forget`."""
-        ...
 
     def forget(self) -> None: ...
 
@@ -65,7 +64,6 @@ class ImageReader(Protocol):
 
     def image(self, source: ImageSource) -> Image:
         """Raises RequestError: it cannot be read."""
-        ...
 
 
 class ImageEncoder(ImageReader, Protocol):
@@ -76,7 +74,6 @@ class ImageEncoder(ImageReader, Protocol):
 
     def encode(self, levels: np.ndarray) -> ImageRows:
         """Raises RequestError: the model has no encoder."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ class TableReader(Protocol):
 
     def begin(self, numbers: np.ndarray) -> TableRows:
         """Begins to read the rows int64 [B, L, heads]."""
-        ...
 
 
 class Tables:

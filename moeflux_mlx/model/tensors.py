@@ -138,7 +138,7 @@ def variant_bytes(
     matrices, plain, _ = needed(args)
     tensors = {name: mx.zeros(shape) for name, shape in plain.items()}  # lazy: only their shapes are looked at
     for path, (*rows, columns) in matrices.items():
-        quant = _usual_form(path) if form_of is None else form_of(path)
+        quant = form_of(path) if form_of else ROUTER if path.endswith(ROUTERS) else DEFAULT
         stored = None if quant is None else stored_as(args, path, columns, quant, quant)
         if stored is None:
             tensors[f"{path}.weight"] = mx.zeros((*rows, columns))
@@ -152,7 +152,3 @@ def variant_bytes(
     return sum(
         kept({name: tensor}, dtype) * times.get(".".join(name.split(".")[:3]), 1) for name, tensor in tensors.items()
     )
-
-
-def _usual_form(path: str) -> Quant:
-    return ROUTER if path.endswith(ROUTERS) else DEFAULT

@@ -19,7 +19,6 @@ class TableRows(Protocol):
 
     def take(self, start: int, end: int) -> mx.array:
         """[B, end - start, values] of these tokens, in the dtype that the model computes in."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,9 @@ class Agreed(Protocol):
 
     def experts(self, source: ExpertLoader, prefetch: str) -> RoutedExpertsCall:
         """The object that computes routed experts in place of `RoutedExperts`."""
-        ...
 
     def loading(self, nbytes: int) -> AbstractContextManager[None]:
         """A context manager in which a model of `nbytes` is loaded; at its end it waits for the other processes."""
-        ...
 
 
 class Company(Protocol):
@@ -38,7 +36,6 @@ class Company(Protocol):
 
     def io_mode(self, asked: str, weights: ModelWeights) -> str:
         """The I/O mode of this process if the user asked for `asked`."""
-        ...
 
     def meet(
         self,
@@ -48,7 +45,6 @@ class Company(Protocol):
         bits: int,
     ) -> Agreed:
         """Plans memory for this process's experts, from the planner for all, and checks that all processes agree."""
-        ...
 
 
 class Leading(Protocol):
@@ -56,4 +52,3 @@ class Leading(Protocol):
 
     def session(self, model: Model, tokenizer: TokenizerWrapper, **options: "Unpack[SessionOptions]") -> Session:
         """Starts a new text; `options` as for `Session`."""
-        ...

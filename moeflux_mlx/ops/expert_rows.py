@@ -17,7 +17,7 @@ from ..kinds import FORMS
 from . import backend
 from .backend import FLOATS
 from .forms import form_of
-from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
+from .launch import Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
 from .records import ONE_ARRAY, RecordArrays, Records, biases_of, check_blob, is_read, places_of, unread_reason
 from .tiles import planned, tile_of
 
@@ -54,13 +54,6 @@ def refusal_on(target: str, dtype: mx.Dtype, record: Record | None) -> Reason | 
     """As `refusal`, on the backend `target`."""
     if target == "metal" and (record is None or not tile_of(target, "prompt_experts").kernel):
         return Reason("moeflux tune has not chosen our kernel")
-    return units_refusal(target, dtype, record)
-
-
-def units_refusal(target: str, dtype: mx.Dtype, record: Record | None) -> Reason | None:
-    """Why the kernels cannot compute them on the backend `target`, where they would be chosen."""
-    if target == "ops":
-        return NO_KERNELS
     if target == "cuda" and dtype == mx.float32:
         return Reason("the matrix units do not multiply float32")
     return None if record is None else form_refusal(record)
@@ -103,8 +96,6 @@ def expert_rows(x: mx.array, starts: mx.array, source: mx.array, slots: mx.array
 
 @planned("expert_rows", 256)
 def plan_places(target: str, ids: Shape, experts: int) -> Launch | Reason:
-    if target == "ops":
-        return NO_KERNELS
     tokens, top_k = ids
     template = {"E": experts, "K": top_k, "SG": EACH}
     outputs = [((experts + 1,), mx.int32), ((tokens * top_k,), mx.int32), ((tokens, top_k), mx.int32)]
@@ -127,7 +118,7 @@ def plan_rows(
     taken = FLOATS if target == "metal" else (mx.bfloat16, mx.float16)
     require(dtype in taken, f"x is {dtype}; the kernel multiplies {' and '.join(str(one) for one in taken)}")
     if target == "ops" or not is_read(record):
-        return NO_KERNELS if target == "ops" else unread_reason(record)
+        return unread_reason(record)
     first, last = (record.down, record.down) if is_last else (record.gate, record.up)
     require(pairs * max(first.rows, first.columns) < 1 << 32, f"{pairs} rows are more than 32 bits can number")
     form, activation = form_of(first), record.activation

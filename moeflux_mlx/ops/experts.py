@@ -24,7 +24,6 @@ from .forms import DTYPES, Form, form_of, matmul_float32
 from .launch import (
     LEAST_ELEMENTS,
     MOST_THREADS,
-    NO_KERNELS,
     ArrayPiece,
     Input,
     Kernel,
@@ -362,8 +361,6 @@ def _check_slots(blob: Shape, slots: Shape, tokens: int, record: Record, least: 
 
 def _no_launch(target: str, record: Record, top_k: int) -> Reason | None:
     """Why no kernel computes this number of experts per token."""
-    if target == "ops":
-        return NO_KERNELS
     if top_k > MAX_SLOTS:
         return Reason(f"a token has {top_k} experts, more than {MAX_SLOTS}")
     return None if is_read(record) else unread_reason(record)
@@ -482,7 +479,7 @@ def plan_down(
     arrays: RecordArrays = ONE_ARRAY,
     row: int = 0,
 ) -> Launch | Reason:
-    check_activations("act", act, dtypes[0], rank=3)
+    check_activations("act", act, dtypes[0], axes=3)
     check_activations("residual", (prod(residual[:-1]), residual[-1]), dtypes[1])
     tokens, each, inner = act
     hidden, top_k = residual[-1], each - joined
@@ -529,7 +526,7 @@ def _multiply(x: mx.array, slots: mx.array, records: Records, projection: Projec
     return product if projection.bias is None else product + values(projection.bias).astype(mx.float32)
 
 
-def joined(first: mx.array, second: mx.array, record: Record) -> mx.array:
+def activated(first: mx.array, second: mx.array, record: Record) -> mx.array:
     """Joins the products [..., I] with the matrices in the places of gate and up."""
     if record.interleaved:
         both = mx.concatenate([first, second], axis=-1)
@@ -541,7 +538,7 @@ def _gate_up_ops(x: mx.array, slots: mx.array, records: Records) -> mx.array:
     def run(x: mx.array, slots: mx.array) -> mx.array:
         each = mx.repeat(x, slots.shape[1], axis=0)
         made = [_multiply(each, slots, records, part) for part in records.record.firsts]
-        return joined(made[0], made[-1], records.record).astype(x.dtype).reshape(*slots.shape, -1)
+        return activated(made[0], made[-1], records.record).astype(x.dtype).reshape(*slots.shape, -1)
 
     return row_by_row(run, x, slots)
 

@@ -16,7 +16,7 @@ from . import backend, native
 from .backend import FLOATS, AnyArray, Array, kernels_take, view
 from .elementwise import split
 from .forms import MULTIPLE, Form, factors, is_read, matmul_float32, settings, unpacked, unpacked_float32
-from .launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
+from .launch import LEAST_ELEMENTS, Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
 from .matrix import Weights, dequantized, each_part, inputs_of, part_of_heads, parts_of, rows_of
 from .norm import Norm
 from .observe import observe
@@ -239,8 +239,6 @@ def refusal(target: str, tokens: int, shape: Shape, quant: Quant | None, least: 
     """Why `qmv` does not multiply this number of rows with a matrix of this shape, or with one of fewer than `least`
     weights.
     """
-    if target == "ops":
-        return NO_KERNELS
     if quant is None or len(shape) > 2:
         return Reason("the matrix holds floats" if quant is None else f"the matrix has {len(shape)} axes")
     if not is_read(quant, shape[1]):
@@ -255,11 +253,11 @@ def _unread(quant: Quant, columns: int) -> Reason:
     return Reason(f"no kernel reads {quant} in rows of {columns} columns")
 
 
-def check_activations(name: str, shape: Shape, dtype: mx.Dtype, rank: int = 2) -> None:
+def check_activations(name: str, shape: Shape, dtype: mx.Dtype, axes: int = 2) -> None:
     """Raises RequestError: the kernels for few tokens do not take such an array."""
     require(dtype in FLOATS, f"{name} is {dtype}; the kernels take float32, bfloat16 or float16")
-    good = len(shape) == rank and shape[-1] % MULTIPLE == 0 and shape[-1] > 0
-    require(good, f"{name} is {shape}; expected {rank} axes, the last a multiple of {MULTIPLE}")
+    good = len(shape) == axes and shape[-1] % MULTIPLE == 0 and shape[-1] > 0
+    require(good, f"{name} is {shape}; expected {axes} axes, the last a multiple of {MULTIPLE}")
     require(1 <= shape[0] <= MAX_TOKENS, f"{name} has {shape[0]} tokens; the kernels take 1 to {MAX_TOKENS}")
 
 
@@ -274,8 +272,6 @@ def plan(
     codes, values = quant.words(columns), quant.of_part(quant.parts[1], columns, FLOAT)[0]
     good = w == (rows, codes) and scales == (rows, values)
     require(good, f"w is {w}, scales {scales}; expected [O, {codes}] and [O, {values}]")
-    if target == "ops":
-        return NO_KERNELS
     if rows * quant.fewest(columns) < LEAST_ELEMENTS:
         return Reason(f"{rows * quant.fewest(columns)} scales are fewer than {LEAST_ELEMENTS}")
     chunks = form.chunks(columns)

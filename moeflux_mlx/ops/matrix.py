@@ -32,12 +32,10 @@ class Weights(Protocol):
     @property
     def pieces(self) -> list[ArrayPiece] | None:
         """The pieces of the same arrays in a single one, if they are joined."""
-        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape, however the matrix is stored."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -24,19 +24,17 @@ Does not know: models, files, MLX streams. If there was no compiler at installat
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from ..errors import MoefluxError, warn
 from ..formats.record import Projection, Record
-from ..installation import reinstall_command
+from ..installation import module_if_here, reinstall_command
 from ..kinds import FORMS, SILU, Activation
 from ..quant import E4M3, E8M0, GLOBAL_UNIT, TABLE, Quant
 from .cores import cores
@@ -77,14 +75,7 @@ def activations(bits: int) -> Iterator[None]:
         _chosen.bits = before
 
 
-def _load() -> ModuleType | None:
-    try:
-        return importlib.import_module("moeflux_mlx.ops._native")
-    except ImportError:
-        return None
-
-
-_native = _load()
+_native = module_if_here("moeflux_mlx.ops._native")
 
 
 def available() -> bool:

@@ -44,19 +44,15 @@ class Positions(Protocol):
         """Appends [B, heads, L, width] to each array; returns the arrays and the number of their first rows that the
         new ones may see.
         """
-        ...
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Appends [B, heads, L, width] to each array and returns the arrays that `mask` belongs to."""
-        ...
 
     def mask(self, length: int) -> mx.array | str | None:
         """The mask of the `length` newest positions over these arrays."""
-        ...
 
     def whole(self, length: int) -> int:
         """How many of the next `length` tokens attend to all that they see."""
-        ...
 
 
 class Steps(Positions, Protocol):
@@ -64,8 +60,6 @@ class Steps(Positions, Protocol):
 
     def held(self, dtype: mx.Dtype, here: bool = False, n: int = 1) -> Held:
         """The contents before a token, with entries of `dtype`, with room for n; `here`: as numpy arrays."""
-        ...
 
     def advance(self, recent: AnyArray) -> None:
         """Replaces `recent` by a copy with one more token."""
-        ...

@@ -94,11 +94,9 @@ class CheckpointExperts(Protocol):
 
     def matrices(self) -> Sequence[list[Matrix]]:
         """Everything that is stored for gate, if there is one, up and down: a stack of all experts, or one of each."""
-        ...
 
     def parts(self, expert: int) -> list[ExpertPart]:
         """Gate, if there is one, up and down of one expert."""
-        ...
 
 
 class FusedExperts:

@@ -2,7 +2,6 @@
 package libgguf (extra `libgguf`) has, and to all others by `rounding.methods`.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -12,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ConfigError
+from ..installation import module_if_here
 from ..ops.cores import cores
 from ..quant import GRID, TABLE, Quant
 from ..rounding import methods
@@ -25,10 +25,7 @@ PIECE_VALUES = 1 << 16  # of one thread's piece of work
 
 @cache
 def _library() -> ModuleType | None:
-    try:
-        return importlib.import_module("libgguf")
-    except ImportError:
-        return None
+    return module_if_here("libgguf")
 
 
 def check(quant: Quant, is_calibrated: bool) -> None:

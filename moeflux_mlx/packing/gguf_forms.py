@@ -32,16 +32,15 @@ scales are. i counts the weights of a block:
   have the high 2, as Q2_K has its codes. 16 bytes of scales are at byte 192, and d at 208.
 """
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 
 from ..formats.record import ITEM_BYTES
+from ..installation import module_if_here
 from ..quant import GGUF_MODES, GRID, SUPER, Quant
 from .gguf_tables import SEPARATE, grid_of
 
@@ -50,14 +49,7 @@ BLOCK = 32
 TYPES = {"U32": "<u4", "F16": "<f2", "U8": "u1"}  # of a part's values
 
 
-def _load() -> ModuleType | None:
-    try:
-        return importlib.import_module("moeflux_mlx.packing._blocks")
-    except ImportError:
-        return None
-
-
-extension = _load()  # None if it is not built
+extension = module_if_here("moeflux_mlx.packing._blocks")  # None if it is not built
 
 
 class GgufForm(NamedTuple):

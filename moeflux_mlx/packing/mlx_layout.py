@@ -7,7 +7,6 @@ One tensor is made at a time: at most one stack is in memory.
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,18 +16,18 @@ import numpy as np
 from ..errors import ConfigError
 from ..families.file_forms import HeadStack, stacks_of_heads
 from ..families.names import is_aside
-from ..files import JsonDict, JsonObject
+from ..files import JsonObject
 from ..formats.checkpoint import Tensor
 from ..formats.record import Field
 from ..model.tensors import stored_as
 from ..ops.forms import DTYPES
-from ..quant import DEFAULT, GLOBAL_SCALE, Quant
+from ..quant import GLOBAL_SCALE, Quant
 from ..spec import ModelArgs
 from .aside import Copied
 from .layer_files import LayerFile
 from .matrix import Matrix
 from .recipe import layer_of
-from .resident import ResidentPlan, TensorFile, in_files, override
+from .resident import ResidentPlan, TensorFile, in_files, quantization
 from .sources import MatrixSource, PlainSource, Source, WrittenTensor
 
 CENTRED = ("minimax_m3_vl",)  # families whose norms mlx-lm stores as weight - 1, too
@@ -106,7 +105,7 @@ def mlx_layout(
     unique = {source.written[0].name: source for source in sources}
     ordered = sorted(unique.values(), key=lambda one: _order(one.written[0].name))
     files = in_files([OneScale(one) if isinstance(one, MatrixSource) else one for one in ordered], "model", TensorFile)
-    return MlxLayout(files, _quantization(forms), len(kept) - len(copied))
+    return MlxLayout(files, quantization(forms), len(kept) - len(copied))
 
 
 def _check_forms(forms: Mapping[str, Quant | None]) -> None:
@@ -264,10 +263,3 @@ def _order(name: str) -> tuple[int, str]:
     """Sorts tensors by layer, those of no layer first."""
     found = re.search(r"\.layers\.(\d+)\.", name)
     return (int(found[1]) if found else -1), name
-
-
-def _quantization(forms: Mapping[str, Quant | None]) -> JsonDict:
-    """The most frequent form, and all exceptions."""
-    common = Counter(form for form in forms.values() if form is not None).most_common(1)
-    usual = common[0][0] if common else DEFAULT
-    return {**usual.entry(), **{path: override(form) for path, form in forms.items() if form != usual}}

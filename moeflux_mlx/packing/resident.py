@@ -56,20 +56,14 @@ class ResidentPlan:
     sources: tuple[Source, ...]
 
     def quantization(self) -> JsonDict:
-        """The output's `quantization` for config.json: the most frequent form, and all exceptions."""
+        """The output's `quantization` for config.json."""
         quants = {
             path: source.quant
             for source in self.sources
             if isinstance(source, MatrixSource)
             for path, _ in source.pieces
         }
-        default = Counter(one for one in quants.values() if one).most_common(1)
-        usual = default[0][0] if default else DEFAULT
-        entry: JsonDict = usual.entry()
-        for path, quant in quants.items():
-            if quant != usual:
-                entry[path] = override(quant)
-        return entry
+        return quantization(quants)
 
     @property
     def quantized(self) -> int:
@@ -155,6 +149,13 @@ def _check_rows(ours: Needed, tensors: Mapping[str, Tensor]) -> None:
     for path, shape in ours.matrices.items():
         if shape[0] > most:
             raise ModelFileError(f"no tensor has more than {most} rows; the model needs {shape[0]} for {path}.weight")
+
+
+def quantization(forms: Mapping[str, Quant | None]) -> JsonDict:
+    """The entry of config.json for these modules: the most frequent form, and all exceptions."""
+    common = Counter(form for form in forms.values() if form is not None).most_common(1)
+    usual = common[0][0] if common else DEFAULT
+    return {**usual.entry(), **{path: override(form) for path, form in forms.items() if form != usual}}
 
 
 def override(quant: Quant | None) -> JsonDict | bool:

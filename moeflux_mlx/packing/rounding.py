@@ -19,7 +19,6 @@ class Rounding(Protocol):
     @property
     def method(self) -> str:
         """Its name, which goes with what a conversion's bytes depend on."""
-        ...
 
     def codes(self, path: str, matrix: Matrix, quant: Quant, rows: slice = ALL, dtype: mx.Dtype = mx.bfloat16) -> Codes:
         """The codes of some rows of a matrix, all parts of the form but a grid, with floating scales and biases of
@@ -28,7 +27,6 @@ class Rounding(Protocol):
         Raises:
             ModelFileError: a file cannot be read, or a value is not finite.
         """
-        ...
 
 
 @dataclass(frozen=True)

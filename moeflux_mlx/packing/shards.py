@@ -9,7 +9,7 @@ names, the usual order, these are two neighbours.
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO
@@ -24,7 +24,7 @@ from .resident import TensorFile, array_bytes
 from .sources import Source
 from .supply import Supply
 from .unit import Bytes, Unit
-from .writer import READ_BYTES, ByteProgress, Output, begin_again, check_space, deletes_source, writing
+from .writer import READ_BYTES, ByteProgress, Output, begin_again, check_space, deletes_source, digest_of, writing
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,8 @@ class Scattering:
                     sync(file.fileno())
                     drop_cached(file.fileno())
             for job, one in zip(jobs, written, strict=True):
-                again = [_digest(data for _, data in job.writes())] if self.verify else []
-                digest = _digest(_spans(files[job.unit.name], one.spans))
+                again = [digest_of(data for _, data in job.writes())] if self.verify else []
+                digest = digest_of(_spans(files[job.unit.name], one.spans))
                 if {digest, *again} != {one.digest}:
                     raise ModelFileError(
                         f"{self.output.path / job.unit.name} has other bytes than those made from {name}, "
@@ -240,7 +240,7 @@ class WrittenUnit:
     """The output of a job: places in its file, and a digest of the bytes there."""
 
     spans: list[tuple[int, int]]
-    digest: bytes
+    digest: str
 
 
 def most_at_once(sizes: Mapping[str, int], jobs: Sequence[ShardJob]) -> int:
@@ -262,14 +262,7 @@ def _write(job: ShardJob, file: BinaryIO, finished: bool) -> WrittenUnit:
         done = len(view) if finished else 0
         while done < len(view):
             done += os.pwrite(file.fileno(), view[done : done + READ_BYTES], offset + done)
-    return WrittenUnit(spans, digest.digest())
-
-
-def _digest(chunks: Iterable[Bytes]) -> bytes:
-    digest = hashlib.sha256()
-    for chunk in chunks:
-        digest.update(chunk)
-    return digest.digest()
+    return WrittenUnit(spans, digest.hexdigest())
 
 
 def _spans(file: BinaryIO, spans: Sequence[tuple[int, int]]) -> Iterator[bytes]:

@@ -146,7 +146,7 @@ class Output:
             partial = self.partial(unit)
             partial.unlink(missing_ok=True)
             linked = unit.link is not None and _link(unit.link, partial)
-            sha256 = _hash_all(unit, advance) if linked else _write_all(partial, unit, advance)
+            sha256 = digest_of(unit.chunks(), advance) if linked else _write_all(partial, unit, advance)
             _rename(partial, file)
         self.linked |= linked
         self.files[unit.name] = {"bytes": unit.size, "sha256": sha256}
@@ -265,11 +265,13 @@ def _write_all(partial: Path, unit: Unit, advance: Advance) -> str:
     return digest.hexdigest()
 
 
-def _hash_all(unit: Unit, advance: Advance) -> str:
+def digest_of(chunks: Iterable[Bytes], advance: Advance | None = None) -> str:
+    """The SHA-256 of all chunks; `advance` is called with the length of each."""
     digest = hashlib.sha256()
-    for chunk in unit.chunks():
+    for chunk in chunks:
         digest.update(chunk)
-        advance(len(chunk))
+        if advance is not None:
+            advance(len(chunk))
     return digest.hexdigest()
 
 
@@ -306,8 +308,5 @@ def _rename(partial: Path, file: Path) -> None:
 
 
 def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
     with _reading(file), open(file, "rb", buffering=0) as opened:
-        while data := opened.read(READ_BYTES):
-            digest.update(data)
-    return digest.hexdigest()
+        return digest_of(iter(lambda: opened.read(READ_BYTES), b""))

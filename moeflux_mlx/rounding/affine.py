@@ -12,16 +12,15 @@ takes 3 ns. It is used on every backend, and computes the same bits on every pro
 Without a compiler, the twin computes in MLX operations; on the CPU it has the same bits, and takes 30 times as long.
 """
 
-import importlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from types import ModuleType
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
+from ..installation import module_if_here
 from ..ops.backend import view
 from ..ops.cores import cores
 from ..quant import Quant
@@ -42,14 +41,7 @@ Fitted = tuple[mx.array, mx.array, mx.array]
 Line = tuple[mx.array, mx.array]
 
 
-def _load() -> ModuleType | None:
-    try:
-        return importlib.import_module("moeflux_mlx.rounding._fit")
-    except ImportError:
-        return None
-
-
-extension = _load()  # None if it is not built
+extension = module_if_here("moeflux_mlx.rounding._fit")  # None if it is not built
 
 
 def fit_affine(values: mx.array, quant: Quant, weights: np.ndarray, dtype: mx.Dtype) -> Fitted:

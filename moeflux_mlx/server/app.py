@@ -37,7 +37,7 @@ from .wire import chat, completions, embeddings, messages, ollama, tokenize
 from .wire.embeddings import EmbeddingRequest
 from .wire.fields import parse
 from .wire.ids import Ids
-from .wire.replies import Reply, error_headers, joined
+from .wire.replies import Reply, error_headers, with_all_choices
 from .wire.responses_items import StoredResponses
 
 
@@ -65,7 +65,7 @@ def make_app(served: Served, rules: Rules) -> ASGIApp:
         "/api/chat": ollama.Ollama(chats=True),
         "/api/generate": ollama.Ollama(chats=False),
     }
-    routes = [Route(path, _answering(served, path, wire), methods=["POST"]) for path, wire in apis.items()]
+    routes = [Route(path, _bound(partial(_answer, wire=wire), served), methods=["POST"]) for path, wire in apis.items()]
     for path, method, handle in (
         ("/", "GET", _page),
         ("/v1/messages/count_tokens", "POST", _count_tokens),
@@ -100,17 +100,7 @@ def _bound(
     return handler
 
 
-def _answering(served: Served, path: str, wire: Wire) -> Callable[[HttpRequest], Awaitable[Any]]:
-    async def handler(request: HttpRequest) -> Any:
-        try:
-            return await _answer(served, wire, request)
-        except BadRequestError as error:
-            return _refused(path, error)
-
-    return handler
-
-
-async def _answer(served: Served, wire: Wire, http: HttpRequest) -> Any:
+async def _answer(served: Served, http: HttpRequest, wire: Wire) -> Any:
     def read(data: bytes) -> Request:
         asked = wire.read(parse(data))
         named = next((http.headers[name] for name in SESSION_HEADERS if name in http.headers), None)
@@ -169,7 +159,7 @@ async def _whole(
     bodies = [wire.whole(asked, events, choice.ids) for choice, events in collected.items()]  # names the calls
     for choice in collected:
         over(choice)
-    return JSONResponse(bodies[0] if len(bodies) == 1 else joined(bodies, last))
+    return JSONResponse(bodies[0] if len(bodies) == 1 else with_all_choices(bodies, last))
 
 
 async def _count_tokens(served: Served, http: HttpRequest) -> Response:

@@ -1,10 +1,11 @@
 """Sends an answer to a client: the events from the worker's thread, until the answer ends or the client disconnects."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -18,6 +19,7 @@ from .wire.ids import Ids
 from .wire.replies import Reply
 from .worker import Worker
 
+T = TypeVar("T")
 KEEPALIVE = 8.0  # seconds without an event after which a client gets a sign of life
 EVENTS = "events"  # key in a request's state: the events of its answers
 MOST_UNREAD = 1 << 13  # events that may wait for a client to read
@@ -147,19 +149,11 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"][FILLER] = lambda: self._open.keepalive()
-        gone = asyncio.ensure_future(disconnected(receive))
-        writing = asyncio.ensure_future(self._write(send))
         try:
-            await asyncio.wait((gone, writing), return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                writing.result()
+            await until_gone(receive, self._write(send), self.events.cancel)
         except OSError:
             pass  # the client has gone
         finally:
-            self.events.cancel()
-            for task in (gone, writing):
-                task.cancel()
-            await asyncio.gather(gone, writing, return_exceptions=True)
             await self.held.aclose()
 
     async def _write(self, send: Send) -> None:
@@ -188,16 +182,7 @@ class EventStream:
 
 async def whole(events: Events, receive: Receive) -> dict[Choice, list[ServerEvent]] | None:
     """All events of each choice; None if the client disconnects before the last one."""
-    gone = asyncio.ensure_future(disconnected(receive))
-    collecting = asyncio.ensure_future(_collect(events))
-    try:
-        await asyncio.wait((gone, collecting), return_when=asyncio.FIRST_COMPLETED)
-        return collecting.result() if collecting.done() else None
-    finally:
-        events.cancel()
-        for task in (gone, collecting):
-            task.cancel()
-        await asyncio.gather(gone, collecting, return_exceptions=True)
+    return await until_gone(receive, _collect(events), events.cancel)
 
 
 async def _collect(events: Events) -> dict[Choice, list[ServerEvent]]:
@@ -208,10 +193,24 @@ async def _collect(events: Events) -> dict[Choice, list[ServerEvent]]:
     return collected
 
 
-async def disconnected(receive: Receive) -> None:
-    """Returns when the client has disconnected; its body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def until_gone(receive: Receive, work: Awaitable[T], cancel: Callable[[], None] = lambda: None) -> T | None:
+    """The result of `work`; None: it was given up because the client disconnected, whose body must have been read.
+    `cancel`: called at the end in any case.
+    """
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = working, _ = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return None if working.cancelled() else working.result()
 
 
 HEADERS = [

@@ -19,7 +19,7 @@ from .embedder import Embedder
 from .guard import BUSY, MAX_BODY
 from .image_pool import ImagePool
 from .prepare import PreparedRequest, Preparer
-from .reply import KEEPALIVE, disconnected
+from .reply import KEEPALIVE, until_gone
 from .request import Request
 from .switch import ModelSwitch
 from .wire.fields import Body, parse
@@ -107,17 +107,10 @@ class Served:
 
 async def unless_gone(http: HttpRequest, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled when the client disconnects. Raises ClientDisconnect."""
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(disconnected(http.receive))
-    try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in (working, gone):
-            task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
-    if working.cancelled():
+    result = await until_gone(http.receive, work)
+    if result is None:
         raise ClientDisconnect
-    return working.result()
+    return result
 
 
 def client_of(http: HttpRequest) -> str:

@@ -100,7 +100,7 @@ class RankedExperts:
         if self.shares_routing:
             ids, weights, residual, shared = self._of_first(routing.layer, ids, weights, residual, shared)
             weighed = of_kind(weights, x)
-        if _weighs(x):
+        if not computes_at_once(x) and len(x) <= MAX_TOKENS:  # rows are multiplied with their weights, in float32
             weighed = constant(1.0, weights.shape)
         rows, where = yield from self._all_rows(routing, ids, weights, x)
         return combined(rows, where, weighed, residual.reshape(len(x), -1), shared).reshape(residual.shape)
@@ -213,11 +213,6 @@ def on_host(routing: Routing) -> Routing:
     parts = [part.reshape(array.shape) for part, array in zip(np.split(flat, ends), arrays, strict=True)]
     guess = None if routing.guess is None else Routing(routing.guess.layer, parts[2], parts[3].view(np.float32))
     return Routing(routing.layer, parts[0], parts[1].view(np.float32), guess)
-
-
-def _weighs(x: Array) -> bool:
-    """Whether the rows of so many tokens are already multiplied with their weights, in float32."""
-    return not computes_at_once(x) and len(x) <= MAX_TOKENS
 
 
 def _filled(words: AnyArray, length: int) -> AnyArray:

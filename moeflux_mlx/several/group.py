@@ -32,7 +32,6 @@ class Group(Protocol):
     @property
     def on_device(self) -> bool:
         """Whether messages are MLX arrays on the GPU; otherwise they are numpy arrays."""
-        ...
 
     def gather(self, words: Array) -> Array:
         """words [n] uint32 of this process -> [size, n], one row per process, computed, as numpy or MLX array.
@@ -40,7 +39,6 @@ class Group(Protocol):
         Raises:
             RankError: a process is gone.
         """
-        ...
 
 
 class MlxGroup:

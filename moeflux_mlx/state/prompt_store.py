@@ -174,7 +174,8 @@ class PromptDirectory:
                 f"{self.max_bytes}; allow it more"
             )
         wanted = np.asarray(tokens, np.uint32)
-        path = self.path / f"{self.fingerprint.key}-{_tokens_digest(wanted)}{OURS}"
+        digest = hashlib.blake2b(wanted.astype("<u4").tobytes(), digest_size=16).hexdigest()
+        path = self.path / f"{self.fingerprint.key}-{digest}{OURS}"
         can_trim = RewindPoints(cache, 0).can_trim
         covering = path if path.exists() else self._covering(wanted) if can_trim else None
         if covering:
@@ -236,10 +237,6 @@ def _shares(texts: dict[Path, bytes]) -> dict[Path, float]:
         shares[path] = 1 - len(line[-1]) / len(text)
         line.append(text)
     return shares
-
-
-def _tokens_digest(tokens: np.ndarray) -> str:
-    return hashlib.blake2b(tokens.astype("<u4").tobytes(), digest_size=16).hexdigest()
 
 
 def _stat(path: Path) -> os.stat_result | None:

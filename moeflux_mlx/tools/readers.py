@@ -56,11 +56,9 @@ class TextReader(Protocol):
 
     def hidden(self, windows: Sequence[list[int]], report: TokensDone) -> Iterator[np.ndarray]:
         """The rows [N, hidden_size] float32 that the head takes, of each window."""
-        ...
 
     def head(self) -> Head:
         """The head, which outlasts the reader."""
-        ...
 
     def close(self) -> None: ...
 

@@ -5,7 +5,7 @@ import pytest
 from test_source import EXPERTS, opened, packed  # noqa: F401
 
 from moeflux_mlx.experts.source import IN_MEMORY, ON_DISK, IoMode
-from moeflux_mlx.server.expert_map import HIT, MISSED, ExpertMap
+from moeflux_mlx.server.live import HIT, MISSED, ExpertMap
 
 
 def test_the_view_of_where_experts_are(packed):  # noqa: F811

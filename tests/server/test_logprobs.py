@@ -20,8 +20,8 @@ from moeflux_mlx.server.wire.ids import Ids
 from moeflux_mlx.text.calls.mistral import MISTRAL
 from moeflux_mlx.text.calls.tool_call import QWEN_JSON, QWEN_XML
 from moeflux_mlx.text.channels import THINK
-from moeflux_mlx.text.detokenizer import StreamingDetokenizer
 from moeflux_mlx.text.events import CallEnd, Text
+from moeflux_mlx.text.tokenizer import StreamingDetokenizer
 
 APIS = {"chat": chat, "completions": completions, "responses": responses}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]

@@ -23,9 +23,8 @@ from tiny_models import tiny_directory
 from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.ops import grouped, interrupt, native
 from moeflux_mlx.server.admission import Admission
-from moeflux_mlx.server.expert_map import ExpertMap
 from moeflux_mlx.server.job import Job
-from moeflux_mlx.server.live import Watch
+from moeflux_mlx.server.live import ExpertMap, Watch
 from moeflux_mlx.server.model_thread import ModelThread
 from moeflux_mlx.server.prepare import PreparedRequest
 from moeflux_mlx.server.request import Failed, Finish, Request, Sampling, Text

@@ -5,7 +5,7 @@ from wire_events import ENDS
 
 from moeflux_mlx.errors import BadRequestError
 from moeflux_mlx.server.request import Accepted, Finish, Logprobs, TokenLogprob
-from moeflux_mlx.server.wire import health, metrics, models, replies, sse, tokenize
+from moeflux_mlx.server.wire import metrics, models, replies, sse, tokenize
 from moeflux_mlx.server.wire.ids import Ids
 from moeflux_mlx.server.wire.replies import folded
 from moeflux_mlx.text.events import CallDelta, CallEnd, CallStart, Reasoning, Text
@@ -30,8 +30,8 @@ def test_metrics():
 
 
 def test_health():
-    assert health.health(True) == (200, {"status": "ok"})
-    status, body = health.health(False)
+    assert replies.health(True) == (200, {"status": "ok"})
+    status, body = replies.health(False)
     assert status == 503 and body["error"]["code"] == "loading"
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from moeflux_mlx.text.calls import gemma_rules, minimax_rules
+from moeflux_mlx.text.calls import gemma, minimax_rules
 from moeflux_mlx.text.calls.cohere import COHERE_ACTION
 from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
 from moeflux_mlx.text.calls.gemma import GEMMA
@@ -78,7 +78,7 @@ def written(dialect):
     def write(arguments, name="get_weather"):
         begin = dialect.prefix(name) + BETWEEN.get(dialect.name, "")
         if dialect is GEMMA:
-            body = gemma_rules.written(arguments)
+            body = gemma.written(arguments)
         elif dialect is MINIMAX_M3:
             body = minimax_rules.written(arguments) + minimax_rules.MARK
         elif dialect.tags is None:

@@ -22,7 +22,6 @@ from ...ops.elementwise import split
 from ...ops.forms import Form, StoredForm, is_read, stored_template
 from ...ops.launch import (
     LEAST_ELEMENTS,
-    NO_KERNELS,
     SEVERAL,
     SHARED_BYTES,
     Kernel,
@@ -266,8 +265,6 @@ def refusal(target: str, is_alone: bool, latent: int, rotated: int, window: int 
     """Why the kernels do not attend for a token alone, or for several, with latents and keys of such widths, and a
     window.
     """
-    if target == "ops":
-        return NO_KERNELS
     if not is_alone:
         return SEVERAL
     if window is not None:

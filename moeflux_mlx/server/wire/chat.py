@@ -2,17 +2,16 @@
 
 from collections.abc import Iterable
 
-from ...files import JsonDict, JsonObject, JsonValue
+from ...files import JsonDict, JsonObject
 from ...text.results import Message
-from ..request import Finish, PromptProgress, Request, ServerEvent, TokenLogprob
+from ..request import Finish, Request, ServerEvent
 from . import conversation, settings, tools
 from .answer import Block, BlockStep, WireAnswer
 from .fields import Body, check, wrong
 from .ids import Ids
 from .images import without_images
-from .parts import joined, texts, unserved
-from .replies import Reply, folded, openai_error, openai_failure, openai_usage, progress, timings
-from .sse import DONE, encode
+from .parts import text_of, texts, unserved
+from .replies import Chunks, counts, failure, folded, logprob, openai_error
 
 error = openai_error
 
@@ -75,11 +74,11 @@ def _message(item: Body) -> Message:
         text = conversation.system_text(texts(item, "content"))
         return {"role": "system", "content": text}
     if role == "user":
-        return {"role": "user", "content": joined(item, "content")}
+        return {"role": "user", "content": text_of(item, "content")}
     if role == "assistant":
         return _assistant(item)
     if role == "tool":
-        return conversation.result(joined(item, "content"), item.text("tool_call_id"), item.text("name"))
+        return conversation.result(text_of(item, "content"), item.text("tool_call_id"), item.text("name"))
     raise item.wrong("role", "system, developer, user, assistant or tool")
 
 
@@ -88,7 +87,7 @@ def _assistant(item: Body) -> Message:
         raise unserved(Body({"type": "audio"}, item.name("audio")), "audio")
     reasoning = next((value for key in _REASONING if isinstance(value := item.get(key), str) and value), None)
     return conversation.assistant(
-        joined(item, "content"), reasoning, [_call(call) for call in item.objects("tool_calls")]
+        text_of(item, "content"), reasoning, [_call(call) for call in item.objects("tool_calls")]
     )
 
 
@@ -108,20 +107,12 @@ def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = Non
     """The reply that does not stream; an error where the events end in one."""
     ids, answer = ids or Ids(), folded(events)
     if answer.finish is None:
-        return openai_failure(answer)
-    id = ids.reply("chatcmpl-")
+        return failure(answer)
+    head = ChatReply.head(request, ids)
     choice = {"index": ids.index, "message": _reply(answer, ids), "finish_reason": _FINISH[answer.reason()]}
     if request.sampling.top_logprobs is not None:
         choice["logprobs"] = {"content": [logprob(token) for token in answer.logprobs()], "refusal": None}
-    return {
-        "id": id,
-        "object": "chat.completion",
-        "created": ids.now(),
-        "model": request.model,
-        "choices": [choice],
-        "usage": openai_usage(answer.finish),
-        "timings": timings(answer.finish),
-    }
+    return {**head, "choices": [choice], **counts(answer.finish)}
 
 
 def _reply(answer: WireAnswer, ids: Ids) -> JsonDict:
@@ -139,24 +130,11 @@ def _called(block: Block, ids: Ids) -> JsonDict:
     return {"id": ids.call(block.call, "call_"), "type": "function", "function": function}
 
 
-def logprob(token: TokenLogprob) -> JsonDict:
-    """One token's log-probability with those of the alternatives."""
-    return {**_one_logprob(token), "top_logprobs": [_one_logprob(other) for other in token.top]}
-
-
-def _one_logprob(token: TokenLogprob) -> JsonDict:
-    return {"token": token.token, "logprob": token.logprob, "bytes": list(token.data)}
-
-
-class ChatReply(Reply):
+class ChatReply(Chunks):
     """Chunks of `chat.completion.chunk`; the role stands in the first one only."""
 
-    tail = DONE
-
-    def __init__(self, request: Request, ids: Ids):
-        super().__init__(request, ids)
-        self._id = ids.reply("chatcmpl-")
-        self._begun = False
+    prefix, kind, chunk = "chatcmpl-", "chat.completion", ".chunk"
+    _begun = False
 
     def waiting(self) -> bytes:
         return b"".join(self._begin()) or self._delta({})
@@ -164,8 +142,7 @@ class ChatReply(Reply):
     def opening(self, event: ServerEvent) -> Iterable[bytes]:
         if self.answer.failed is None:
             yield from self._begin()
-        if isinstance(event, PromptProgress) and self.request.extra.get("return_progress"):
-            yield self._chunk([self._choice({})], prompt_progress=progress(event, self.answer))
+        yield from self.told(event)
 
     def _begin(self) -> list[bytes]:
         """The chunk with the role, if it has not been sent."""
@@ -181,7 +158,7 @@ class ChatReply(Reply):
             choice = self._choice({"content": step.text})
             if step.logprobs:
                 choice["logprobs"] = {"content": [logprob(token) for token in step.logprobs], "refusal": None}
-            yield self._chunk([choice])
+            yield self.chunk_of([choice])
 
     def _call_step(self, step: BlockStep) -> Iterable[bytes]:
         # Indices count the calls that the client sees.
@@ -193,25 +170,11 @@ class ChatReply(Reply):
         elif step.what == "grow":
             yield self._delta({"tool_calls": [{"index": index, "function": {"arguments": step.text}}]})
 
-    def closing(self, event: ServerEvent) -> Iterable[bytes]:
-        if self.answer.failed:
-            yield encode(openai_failure(self.answer))
-        finish = self.answer.finish
-        if finish is None:
-            return
-        yield self._chunk([self._choice({}, _FINISH[self.answer.reason()])], timings=timings(finish))
-
-    def ending(self, total: Finish) -> Iterable[bytes]:
-        if self.request.extra.get("include_usage"):
-            yield self._chunk([], usage=openai_usage(total))
+    def empty(self, finish: Finish | None = None) -> JsonDict:
+        return self._choice({}, None if finish is None else _FINISH[self.answer.reason()])
 
     def _delta(self, delta: JsonObject) -> bytes:
-        return self._chunk([self._choice(delta)])
+        return self.chunk_of([self._choice(delta)])
 
     def _choice(self, delta: JsonObject, reason: str | None = None) -> JsonDict:
         return {"index": self.ids.index, "delta": delta, "finish_reason": reason}
-
-    def _chunk(self, choices: list[JsonDict], **more: JsonValue) -> bytes:
-        head = {"id": self._id, "object": "chat.completion.chunk", "created": self.created}
-        usage = {"usage": None} if self.request.extra.get("include_usage") else {}
-        return encode({**head, "model": self.request.model, "choices": choices, **usage, **more})

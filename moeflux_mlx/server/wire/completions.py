@@ -4,13 +4,12 @@ from collections.abc import Iterable, Sequence
 
 from ...errors import BadRequestError
 from ...files import JsonDict, JsonObject, JsonValue
-from ..request import Finish, PromptProgress, Request, ServerEvent, TokenLogprob
+from ..request import Finish, Request, ServerEvent, TokenLogprob
 from . import settings
 from .answer import BlockStep
 from .fields import LARGEST, Body, check
 from .ids import Ids
-from .replies import Reply, folded, openai_error, openai_failure, openai_usage, progress, timings
-from .sse import DONE, encode
+from .replies import Chunks, counts, failure, folded, openai_error
 
 error = openai_error
 
@@ -75,27 +74,16 @@ def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = Non
     """The reply that does not stream; an error where the events end in one."""
     ids, answer = ids or Ids(), folded(events)
     if answer.finish is None:
-        return openai_failure(answer)
-    choice = _choice(ids.index, answer.text("text"), _reason(answer.finish))
+        return failure(answer)
+    choice = _choice(ids.index, answer.text("text"), answer.finish)
     if request.sampling.top_logprobs is not None:
         choice["logprobs"] = _logprobs_of(answer.logprobs())
-    return {
-        "id": ids.reply("cmpl-"),
-        "object": "text_completion",
-        "created": ids.now(),
-        "model": request.model,
-        "choices": [choice],
-        "usage": openai_usage(answer.finish),
-        "timings": timings(answer.finish),
-    }
+    return {**CompletionReply.head(request, ids), "choices": [choice], **counts(answer.finish)}
 
 
-def _choice(index: int, text: str, reason: str | None = None) -> JsonDict:
+def _choice(index: int, text: str, finish: Finish | None = None) -> JsonDict:
+    reason = None if finish is None else "length" if finish.reason == "length" else "stop"
     return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
-
-
-def _reason(finish: Finish) -> str:
-    return "length" if finish.reason == "length" else "stop"
 
 
 def _logprobs_of(tokens: Sequence[TokenLogprob]) -> JsonDict:
@@ -108,21 +96,16 @@ def _logprobs_of(tokens: Sequence[TokenLogprob]) -> JsonDict:
     }
 
 
-class CompletionReply(Reply):
+class CompletionReply(Chunks):
     """Chunks of `text_completion`."""
 
-    tail = DONE
-
-    def __init__(self, request: Request, ids: Ids):
-        super().__init__(request, ids)
-        self._id = ids.reply("cmpl-")
+    prefix, kind = "cmpl-", "text_completion"
 
     def waiting(self) -> bytes:
-        return self._chunk([_choice(self.ids.index, "")])
+        return self.chunk_of([self.empty()])
 
     def opening(self, event: ServerEvent) -> Iterable[bytes]:
-        if isinstance(event, PromptProgress) and self.request.extra.get("return_progress"):
-            yield self._chunk([_choice(self.ids.index, "")], prompt_progress=progress(event, self.answer))
+        return self.told(event)
 
     def step(self, step: BlockStep) -> Iterable[bytes]:
         if step.what != "grow" or step.block.kind != "text":
@@ -130,21 +113,7 @@ class CompletionReply(Reply):
         choice = _choice(self.ids.index, step.text)
         if step.logprobs:
             choice["logprobs"] = _logprobs_of(step.logprobs)
-        yield self._chunk([choice])
+        yield self.chunk_of([choice])
 
-    def closing(self, event: ServerEvent) -> Iterable[bytes]:
-        if self.answer.failed:
-            yield encode(openai_failure(self.answer))
-        finish = self.answer.finish
-        if finish is None:
-            return
-        yield self._chunk([_choice(self.ids.index, "", _reason(finish))], timings=timings(finish))
-
-    def ending(self, total: Finish) -> Iterable[bytes]:
-        if self.request.extra.get("include_usage"):
-            yield self._chunk([], usage=openai_usage(total))
-
-    def _chunk(self, choices: list[JsonDict], **more: JsonValue) -> bytes:
-        head = {"id": self._id, "object": "text_completion", "created": self.created}
-        usage = {"usage": None} if self.request.extra.get("include_usage") else {}
-        return encode({**head, "model": self.request.model, "choices": choices, **usage, **more})
+    def empty(self, finish: Finish | None = None) -> JsonDict:
+        return _choice(self.ids.index, "", finish)

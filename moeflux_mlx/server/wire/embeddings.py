@@ -55,11 +55,7 @@ def _is_ids(value: JsonValue) -> bool:
 
 def whole(request: EmbeddingRequest, model: str, vectors: np.ndarray, tokens: int) -> JsonDict:
     """The reply with [N, dimensions] float32."""
-    values = [_base64(one) for one in vectors] if request.base64 else vectors.tolist()
+    values = [base64.b64encode(one).decode() for one in vectors.astype("<f4")] if request.base64 else vectors.tolist()
     data = [{"object": "embedding", "index": i, "embedding": value} for i, value in enumerate(values)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": request.model or model, "usage": usage}
-
-
-def _base64(vector: np.ndarray) -> str:
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

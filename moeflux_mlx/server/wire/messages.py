@@ -8,7 +8,7 @@ from ..request import Accepted, Finish, Request, ServerEvent
 from .answer import Block, BlockStep, WireAnswer
 from .ids import Ids
 from .messages_request import read
-from .replies import Reply, anthropic_error, folded
+from .replies import Reply, anthropic_error, failure, folded
 from .sse import encode
 
 __all__ = ["count", "error", "read", "stream", "whole"]
@@ -38,7 +38,7 @@ def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = Non
     """The reply that does not stream; an error where the events end in one."""
     ids, answer = ids or Ids(), folded(events)
     if answer.finish is None:
-        return _failure(answer)
+        return failure(answer, error)
     blocks = [block for block in answer.blocks if block.kind != "call" or block.whole]
     return {
         "id": ids.make("msg_"),
@@ -49,12 +49,6 @@ def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = Non
         **_stopped(answer),
         "usage": _finished(answer.finish),
     }
-
-
-def _failure(answer: WireAnswer) -> JsonDict:
-    failed = answer.failed
-    assert failed is not None
-    return anthropic_error(failed.status, failed.code, failed.message, failed.param)
 
 
 def _block(block: Block, ids: Ids) -> JsonDict:
@@ -144,7 +138,7 @@ class MessageReply(Reply):
 
     def closing(self, event: ServerEvent) -> Iterable[bytes]:
         if self.answer.failed:
-            yield encode(_failure(self.answer), "error")
+            yield encode(failure(self.answer, error), "error")
         if self.answer.finish:
             yield _event("message_delta", delta=_stopped(self.answer), usage=_finished(self.answer.finish))
             yield _event("message_stop")

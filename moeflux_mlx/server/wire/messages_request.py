@@ -9,7 +9,7 @@ from ..request import Request
 from . import conversation, settings, tools
 from .fields import Body, check, shown
 from .images import without_images
-from .parts import joined, texts, unserved
+from .parts import text_of, texts, unserved
 from .replies import NO_THREADS
 
 MOST_NAMED = 8  # tools, in the message that refuses them
@@ -123,7 +123,8 @@ class _User:
         return [*self.results, *([{"role": "user", "content": said}] if said or not self.results else [])]
 
     def _result(self, part: Body) -> None:
-        text = "\n".join(texts(part, "content", {"document": _document, "tool_reference": _reference}))
+        readers = {"document": _document, "tool_reference": lambda part: part.text("tool_name")}
+        text = "\n".join(texts(part, "content", readers))
         if part.flag("is_error") and "error" not in text.lower():
             text = f"Error: {text}"
         self.results.append(conversation.result(text, part.text("tool_use_id")))
@@ -154,8 +155,4 @@ def _document(part: Body) -> str | None:
     source = part.object("source")
     if source is None or source.text("type") not in ("text", "content"):
         raise unserved(part, "document")
-    return source.text("data") if source.text("type") == "text" else joined(source, "content")
-
-
-def _reference(part: Body) -> str | None:
-    return part.text("tool_name")
+    return source.text("data") if source.text("type") == "text" else text_of(source, "content")

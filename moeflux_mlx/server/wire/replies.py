@@ -1,13 +1,15 @@
 """The common part of the replies of all APIs: the object that writes a stream, and failures in each API's form."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
 
 from ...errors import counted
-from ...files import JsonDict
-from ..request import Failed, Finish, PromptProgress, Request, ServerEvent
+from ...files import JsonDict, JsonValue
+from ..request import Failed, Finish, PromptProgress, Request, ServerEvent, TokenLogprob
 from .answer import BlockStep, WireAnswer
 from .ids import Ids
+from .sse import DONE, encode
 
 NO_THREADS = "thread_unsupported_request"
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -78,6 +80,52 @@ class Reply(ABC):
         """The events after an event's steps."""
 
 
+class Chunks(Reply):
+    """The chunks of a completion of OpenAI's, of a chat or of a plain prompt.
+
+    Attributes:
+        prefix: of the reply's id.
+        kind: of the object, in the reply that does not stream; a chunk's has `chunk` behind it.
+    """
+
+    tail = DONE
+    prefix: ClassVar[str]
+    kind: ClassVar[str]
+    chunk: ClassVar[str] = ""
+
+    def __init__(self, request: Request, ids: Ids):
+        super().__init__(request, ids)
+        self._head = {**self.head(request, ids), "object": self.kind + self.chunk, "created": self.created}
+
+    @classmethod
+    def head(cls, request: Request, ids: Ids) -> JsonDict:
+        """How the reply that does not stream begins."""
+        return {"id": ids.reply(cls.prefix), "object": cls.kind, "created": ids.now(), "model": request.model}
+
+    @abstractmethod
+    def empty(self, finish: Finish | None = None) -> JsonDict:
+        """A choice without text, which `finish` may end."""
+
+    def told(self, event: ServerEvent) -> Iterable[bytes]:
+        """The chunk on the progress of a prompt, if the event is one and the client wants it."""
+        if isinstance(event, PromptProgress) and self.request.extra.get("return_progress"):
+            yield self.chunk_of([self.empty()], prompt_progress=progress(event, self.answer))
+
+    def closing(self, event: ServerEvent) -> Iterable[bytes]:
+        if self.answer.failed:
+            yield encode(failure(self.answer))
+        if finish := self.answer.finish:
+            yield self.chunk_of([self.empty(finish)], timings=timings(finish))
+
+    def ending(self, total: Finish) -> Iterable[bytes]:
+        if self.request.extra.get("include_usage"):
+            yield self.chunk_of([], usage=openai_usage(total))
+
+    def chunk_of(self, choices: list[JsonDict], **more: JsonValue) -> bytes:
+        usage = {"usage": None} if self.request.extra.get("include_usage") else {}
+        return encode({**self._head, "choices": choices, **usage, **more})
+
+
 def folded(events: Iterable[ServerEvent]) -> WireAnswer:
     """The answer that all `events` make."""
     answer = WireAnswer()
@@ -93,11 +141,11 @@ def openai_error(status: int, code: str | None, message: str, param: str | None 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def openai_failure(answer: WireAnswer) -> JsonDict:
-    """The error that a failed answer is."""
+def failure(answer: WireAnswer, error: Callable[..., JsonDict] = openai_error) -> JsonDict:
+    """The error that a failed answer is, in the form of an API."""
     failed = answer.failed
     assert failed is not None
-    return openai_error(failed.status, failed.code, failed.message, failed.param)
+    return error(failed.status, failed.code, failed.message, failed.param)
 
 
 def anthropic_error(status: int, code: str | None, message: str, param: str | None = None) -> JsonDict:
@@ -121,6 +169,14 @@ def context_exceeded(prompt_tokens: int, context: int, at_least: bool = False) -
     return Failed(400, "context_length_exceeded", message)
 
 
+def logprob(token: TokenLogprob) -> JsonDict:
+    """One token's log-probability with those of the alternatives."""
+    own, *others = (
+        {"token": one.token, "logprob": one.logprob, "bytes": list(one.data)} for one in (token, *token.top)
+    )
+    return {**own, "top_logprobs": others}
+
+
 def queue_full(waiting: int, places: int) -> Failed:
     waits = f"{counted(waiting, 'request')} {'waits' if waiting == 1 else 'wait'}"
     message = f"{waits} already, and --queue allows {places}; try again later"
@@ -134,6 +190,11 @@ def error_headers(status: int, retry_after: float = 5) -> dict[str, str]:
     return {"WWW-Authenticate": "Bearer"} if status == 401 else {}
 
 
+def counts(finish: Finish) -> JsonDict:
+    """How a completion of OpenAI's that does not stream ends."""
+    return {"usage": openai_usage(finish), "timings": timings(finish)}
+
+
 def openai_usage(finish: Finish) -> JsonDict:
     return {
         "prompt_tokens": finish.prompt_tokens,
@@ -144,10 +205,10 @@ def openai_usage(finish: Finish) -> JsonDict:
     }
 
 
-def joined(bodies: Sequence[JsonDict], total: Finish) -> JsonDict:
+def with_all_choices(bodies: Sequence[JsonDict], total: Finish) -> JsonDict:
     """One body with the choices of several, and the counts of all of them."""
     choices = [choice for body in bodies for choice in body["choices"]]
-    return {**bodies[0], "choices": choices, "usage": openai_usage(total), "timings": timings(total)}
+    return {**bodies[0], "choices": choices, **counts(total)}
 
 
 def progress(event: PromptProgress, answer: WireAnswer) -> JsonDict:
@@ -170,3 +231,10 @@ def timings(finish: Finish) -> JsonDict:
         "predicted_ms": finish.completion_seconds * 1000,
         **({"experts": experts} if asked.hits or asked.misses else {}),
     }
+
+
+def health(ready: bool) -> tuple[int, JsonDict]:
+    """HTTP status and body."""
+    if ready:
+        return 200, {"status": "ok"}
+    return 503, {"status": "loading", **openai_error(503, "loading", "the model is being loaded; try again later")}

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping
 
 from ...files import JsonDict, JsonValue
-from ..request import Failed, Finish, Request, Sampling, ServerEvent, TokenLogprob
+from ..request import Finish, Request, Sampling, ServerEvent
 from .answer import Block, BlockStep, WireAnswer
 from .ids import Ids
-from .replies import Reply, folded, openai_error, openai_failure
+from .replies import Reply, failure, folded, logprob, openai_error
 from .responses_request import read, sealed
 from .responses_tools import Known, input_of
 from .sse import encode
@@ -42,7 +42,7 @@ def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = Non
     """The reply that does not stream; an error where the events end in one."""
     ids, answer = ids or Ids(), folded(events)
     if answer.finish is None:
-        return openai_failure(answer)
+        return failure(answer)
     id, items, now = ids.make("resp_"), Items(request, ids), ids.now()
     response = _response(request, id, now, _status(answer), answer)
     return {
@@ -71,7 +71,7 @@ def _response(request: Request, id: str, created: int, status: str, answer: Wire
         "created_at": created,
         "completed_at": None,
         "status": status,
-        "error": _error(answer.failed) if answer.failed else None,
+        "error": answer.failed and {"code": answer.failed.code, "message": answer.failed.message},
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "model": request.model,
         "output": [],
@@ -90,10 +90,6 @@ def _used(sampling: Sampling) -> dict[str, float]:
     return {name: value for name, value in used.items() if value is not None}
 
 
-def _error(failed: Failed) -> JsonDict:
-    return {"code": failed.code, "message": failed.message}
-
-
 def _usage(finish: Finish) -> JsonDict:
     return {
         "input_tokens": finish.prompt_tokens,
@@ -102,14 +98,6 @@ def _usage(finish: Finish) -> JsonDict:
         "output_tokens_details": {"reasoning_tokens": finish.reasoning_tokens},
         "total_tokens": finish.prompt_tokens + finish.completion_tokens,
     }
-
-
-def _logprob(token: TokenLogprob) -> JsonDict:
-    return {**_one_logprob(token), "top_logprobs": [_one_logprob(other) for other in token.top]}
-
-
-def _one_logprob(token: TokenLogprob) -> JsonDict:
-    return {"token": token.token, "logprob": token.logprob, "bytes": list(token.data)}
 
 
 class Items:
@@ -138,7 +126,7 @@ class Items:
         part: JsonDict = {"type": _PARTS[self.form(block)][0], "text": block.text}
         if block.kind == "reasoning":
             return part
-        return {**part, "annotations": [], "logprobs": [_logprob(token) for token in block.logprobs]}
+        return {**part, "annotations": [], "logprobs": [logprob(token) for token in block.logprobs]}
 
     def form(self, block: Block) -> str:
         """Its key in `_PARTS`. A client that asks for a summary shows nothing else, so it gets the whole reasoning as
@@ -218,7 +206,7 @@ class ResponseReply(Reply):
         block = step.block
         _, part_event, text_event, place = _PARTS[self._items.form(block)]
         parts, texts, where = f"response.{part_event}", f"response.{text_event}", {place: 0}
-        logprobs = {"logprobs": [_logprob(token) for token in step.logprobs]} if block.kind == "text" else {}
+        logprobs = {"logprobs": [logprob(token) for token in step.logprobs]} if block.kind == "text" else {}
         if step.what == "open":
             part = self._items.part(Block(block.kind, block.index))
             yield self._inside(block, f"{parts}.added", **where, part=part)

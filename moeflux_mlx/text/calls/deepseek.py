@@ -1,7 +1,7 @@
 """DeepSeek's calls: V3's and Cogito's with a type and a fence round the JSON, V3.1's without either."""
 
 from .call import Call
-from .dialect import CallBody, Dialect
+from .dialect import CallBody, Dialect, behind
 from .json_form import arguments_before, without_arguments
 from .steps import Parsing, literal, optional, skip_space, until, until_one
 
@@ -40,13 +40,7 @@ def _deepseek_end(call: Call, char: str, fenced: bool) -> Parsing[str]:
     return (yield from optional(SECTION_END, (yield)))
 
 
-def deepseek_section(call: Call) -> Parsing[str]:
-    """Parses the text after `<｜tool▁calls▁begin｜>`."""
-    yield from literal([CALL_BEGIN], (yield from skip_space()))
-    return (yield from deepseek(call))
-
-
-_OPENINGS: dict[str, CallBody] = {SECTION_BEGIN: deepseek_section, CALL_BEGIN: deepseek}
+_OPENINGS: dict[str, CallBody] = {SECTION_BEGIN: behind(CALL_BEGIN, deepseek), CALL_BEGIN: deepseek}
 _SECTION = (SECTION_BEGIN, SECTION_END)
 _MARKERS = frozenset({*_SECTION, CALL_BEGIN, CALL_SEP, CALL_END})
 DEEPSEEK_V3 = Dialect(

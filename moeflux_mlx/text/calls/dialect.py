@@ -7,10 +7,20 @@ from dataclasses import dataclass, field
 from ...files import JsonObject
 from ..channels import THINK, Channels
 from .call import Call
-from .steps import Parsing
+from .steps import Parsing, literal, skip_space
 from .tags import Tags
 
 CallBody = Callable[[Call], Parsing[str]]
+
+
+def behind(opening: str, parse: CallBody) -> CallBody:
+    """The parser of a text that has spaces and `opening` before what `parse` takes."""
+
+    def parse_all(call: Call) -> Parsing[str]:
+        yield from literal([opening], (yield from skip_space()))
+        return (yield from parse(call))
+
+    return parse_all
 
 
 @dataclass(frozen=True)

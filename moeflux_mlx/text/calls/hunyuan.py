@@ -21,7 +21,7 @@ the name from the first pair:
 from functools import lru_cache
 
 from .call import Call
-from .dialect import Dialect
+from .dialect import Dialect, behind
 from .json_form import arguments_before
 from .steps import Parsing, literal, optional, skip_space
 from .tagged import parameters
@@ -59,14 +59,9 @@ def _in_section(name: str, prefix: str, suffix: str, separator: str = "", json_e
         yield from arguments_before(tags.ends, call, held)
         return (yield from optional(end, (yield)))
 
-    def section(call: Call) -> Parsing[str]:
-        """Parses the text after `<tool_calls>`."""
-        yield from literal([call_begin], (yield from skip_space()))
-        return (yield from one(call))
-
     return Dialect(
         name=name,
-        openings={begin: section, call_begin: one},
+        openings={begin: behind(call_begin, one), call_begin: one},
         begin=f"{begin}\n{call_begin}",
         opening=call_begin,
         named=f"NAME{separator}\n",

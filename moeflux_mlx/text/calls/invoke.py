@@ -4,9 +4,9 @@ and the same in the tags of DeepSeek-V3.2 to V4.1, where each value says whether
 from dataclasses import replace
 
 from .call import Call
-from .dialect import Dialect
+from .dialect import Dialect, behind
 from .json_form import without_arguments
-from .steps import Parsing, literal, skip_space, until_one
+from .steps import Parsing, until_one
 from .tagged import parameters
 from .tags import Tags
 
@@ -31,14 +31,9 @@ def invoking(
             return (yield from without_arguments(call, section_end))
         return (yield from parameters(call, tags))
 
-    def first(call: Call) -> Parsing[str]:
-        """Parses the text after the section's tag."""
-        yield from literal([opening], (yield from skip_space()))
-        return (yield from invoke(call))
-
     return Dialect(
         name=name,
-        openings={section_begin: first, opening: invoke},
+        openings={section_begin: behind(opening, invoke), opening: invoke},
         begin=f"{section_begin}\n",
         opening=opening,
         named=f'{opening}NAME">\n',

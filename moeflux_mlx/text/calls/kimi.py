@@ -6,9 +6,9 @@ NAME stands nowhere but in the id, whose INDEX counts the calls of the whole cha
 import re
 
 from .call import Call
-from .dialect import Dialect
+from .dialect import Dialect, behind
 from .json_form import arguments_before, without_arguments
-from .steps import Malformed, Parsing, literal, optional, skip_space, until_one
+from .steps import Malformed, Parsing, optional, skip_space, until_one
 
 SECTION_BEGIN, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL_BEGIN, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -28,15 +28,9 @@ def kimi(call: Call) -> Parsing[str]:
     return (yield from optional(SECTION_END, (yield)))
 
 
-def section(call: Call) -> Parsing[str]:
-    """Parses the text after `<|tool_calls_section_begin|>`."""
-    yield from literal([CALL_BEGIN], (yield from skip_space()))
-    return (yield from kimi(call))
-
-
 KIMI = Dialect(
     name="kimi",
-    openings={SECTION_BEGIN: section, CALL_BEGIN: kimi},
+    openings={SECTION_BEGIN: behind(CALL_BEGIN, kimi), CALL_BEGIN: kimi},
     begin=f"{SECTION_BEGIN}{CALL_BEGIN}functions.",
     opening=CALL_BEGIN,
     named="NAME:",

@@ -10,7 +10,7 @@ of an answer. In NAME and KEY, & and " are written &amp; and &quot;.
 
 from ..channels import END_OF_MESSAGE, OPEN_SPAN, RESPONSE, SEP, SPANS, span
 from .call import Call
-from .dialect import Dialect
+from .dialect import Dialect, behind
 from .json_form import arguments_before
 from .steps import Parsing, literal, optional, skip_space, until, until_one
 from .tagged import parameters
@@ -43,10 +43,7 @@ def invoke(call: Call) -> Parsing[str]:
     return (yield from optional(TOOLS[1], (yield)))
 
 
-def first(call: Call) -> Parsing[str]:
-    """Parses the text after `<|open|>tools<|sep|>`."""
-    yield from literal([CALL_BEGIN], (yield from skip_space()))
-    return (yield from invoke(call))
+first = behind(CALL_BEGIN, invoke)
 
 
 KIMI_K3 = Dialect(

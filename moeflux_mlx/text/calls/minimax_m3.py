@@ -12,7 +12,7 @@ import json
 from collections.abc import Set
 
 from .call import Call
-from .dialect import Dialect
+from .dialect import Dialect, behind
 from .invoke import CLOSED
 from .json_form import without_arguments
 from .minimax_rules import ARGUMENTS, ITEM, MARK, MiniMaxRules
@@ -37,12 +37,6 @@ def invoke(call: Call) -> Parsing[str]:
     yield from _members("invoke", (yield from until(">")), arguments, call.write, is_list=False)
     call.check("")
     return (yield from optional(SECTION[1], (yield)))
-
-
-def section(call: Call) -> Parsing[str]:
-    """Parses the text after `MARK<tool_call>`."""
-    yield from literal([INVOKE], (yield from skip_space()))
-    return (yield from invoke(call))
 
 
 def _members(tag: str, name: str, shape: ValueShape, write: Write, is_list: bool) -> Parsing[None]:
@@ -106,7 +100,7 @@ def _read(tag: str, shape: ValueShape, write: Write, following: Set[str]) -> Par
 
 MINIMAX_M3 = Dialect(
     name="minimax_m3",
-    openings={SECTION[0]: section, INVOKE: invoke},
+    openings={SECTION[0]: behind(INVOKE, invoke), INVOKE: invoke},
     begin=f"{SECTION[0]}\n",
     opening=INVOKE,
     named=f'{INVOKE}NAME">',

@@ -11,9 +11,9 @@ import re
 
 from ..channels import BEGIN, CALLS, SOLAR
 from .call import Call
-from .dialect import Dialect
+from .dialect import Dialect, behind
 from .json_form import arguments_before, without_arguments
-from .steps import Malformed, Parsing, Switched, literal, optional, skip_space, until, until_one
+from .steps import Malformed, Parsing, Switched, optional, skip_space, until, until_one
 
 TOOL_CALLS = "<|tool_calls|>"
 CALL_BEGIN, NAME, ARGUMENTS, CALL_END = (f"<|tool_call:{part}|>" for part in ("begin", "name", "args", "end"))
@@ -31,14 +31,8 @@ def message(call: Call) -> Parsing[str]:
         raise cut if cut.rest else Switched(inside=False) from None
     tag = head.partition("<|")[2]
     if f"<|{tag}|>" == TOOL_CALLS:
-        return (yield from section(call))
+        return (yield from behind(CALL_BEGIN, solar)(call))
     raise Switched(inside=f"<|{tag}|>" == SOLAR.start)
-
-
-def section(call: Call) -> Parsing[str]:
-    """Parses the text after `<|tool_calls|>`."""
-    yield from literal([CALL_BEGIN], (yield from skip_space()))
-    return (yield from solar(call))
 
 
 def solar(call: Call) -> Parsing[str]:
@@ -54,7 +48,7 @@ def solar(call: Call) -> Parsing[str]:
 
 SOLAR_OPEN = Dialect(
     name="solar_open",
-    openings={BEGIN: message, TOOL_CALLS: section, CALL_BEGIN: solar},
+    openings={BEGIN: message, TOOL_CALLS: behind(CALL_BEGIN, solar), CALL_BEGIN: solar},
     begin=f"{TOOL_CALLS}{CALL_BEGIN}",
     opening=CALL_BEGIN,
     named=f"ID{NAME}NAME{ARGUMENTS}",

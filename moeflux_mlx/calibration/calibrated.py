@@ -1,5 +1,6 @@
 """Conversions that first run the model over a text: to round each matrix for its inputs, and to choose bits."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +10,12 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from ..errors import ConfigError, RequestError
-from ..files import read_text, user_path
+from ..errors import ConfigError, RequestError, TokenizerError
+from ..files import PACKAGE, read_text, user_path
 from ..formats.checkpoint import Checkpoint, open_checkpoint
 from ..formats.record import ExpertLayout
-from ..packing import convert as packing
-from ..packing.convert import ConversionReport, ConvertSettings
+from ..packing import conversion as packing
+from ..packing.conversion import ConversionReport, ConvertSettings
 from ..packing.found_files import FoundFiles, checkpoint_digest
 from ..packing.layer_files import LayerFile
 from ..packing.plan import ConversionPlan, make_plan, read_args
@@ -23,14 +24,54 @@ from ..packing.wanted import Forms, Wanted
 from ..packing.writer import check_space
 from ..rounding.methods import FIT
 from ..spec import ModelArgs
+from ..text.results import Message
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
-from .budget import spend
-from .errors import FORMS, MeasuringRun, bytes_of, read_options
+from .errors import FORMS, MeasuringRun, bytes_of, read_options, spend
 from .layers import digest_of
 from .needs import Needs, needs_of
 from .rounding import CALIBRATED_METHODS, Calibrated, Rounder, RoundingRun
-from .texts import WINDOW, default_texts, windows
 from .weights import CheckpointWeights
+
+FOLDER = PACKAGE / "calibration" / "text"
+PLAIN = ("prose.txt", "code.txt")
+CHAT = "chat.json"
+WINDOW = 1024  # tokens that are read together
+
+
+def default_texts(tokenizer: TokenizerWrapper, window: int = WINDOW) -> list[np.ndarray]:
+    """The token ids of the text that ships with the package: prose, code, and chats in the model's own template.
+
+    Args:
+        window: as for `windows`.
+    """
+    texts = [tokenizer.encode((FOLDER / name).read_text(encoding="utf-8")) for name in PLAIN]
+    chats = json.loads((FOLDER / CHAT).read_text(encoding="utf-8"))
+    return windows([*texts, [token for chat in chats for token in _chat(tokenizer, chat)]], window)
+
+
+def windows(texts: Sequence[Sequence[int]], window: int = WINDOW) -> list[np.ndarray]:
+    """Token ids, at most `window` of a text in each array.
+
+    Raises:
+        RequestError: `window` is less than 1.
+    """
+    if window < 1:
+        raise RequestError(f"window {window}: give at least 1 token")
+    return [np.array(text[start : start + window]) for text in texts for start in range(0, len(text), window)]
+
+
+def _chat(tokenizer: TokenizerWrapper, messages: list[Message]) -> list[int]:
+    """A conversation in the template; without one, or if it takes no system message, as well as it can be said."""
+    if tokenizer.has_chat_template:
+        for some in (messages, [one for one in messages if one["role"] != "system"]):
+            try:
+                ids = tokenizer.apply_chat_template(some, add_generation_prompt=False)
+            except (RequestError, TokenizerError):
+                continue
+            assert isinstance(ids, list)
+            return ids
+    return tokenizer.encode("\n\n".join(f"{one['role']}: {one['content']}" for one in messages) + "\n\n")
+
 
 DEFAULT_TEXT = "default"
 MOST = 1e9  # bits of a weight, or gigabytes
@@ -89,7 +130,7 @@ def convert_calibrated(
     report: NamedReport = lambda share, name: None,
     say: Callable[[str], object] = lambda line: None,
 ) -> ConversionReport:
-    """Converts a checkpoint directory as `packing.convert.convert` does, with codes for the inputs that matrices have.
+    """Converts a checkpoint directory as `convert` does, with codes for the inputs that matrices have.
 
     The model runs over the text layer by layer, with one layer's weights in memory, and one or a few of its experts.
 
@@ -204,7 +245,8 @@ class _Conversion:
             recipe = replace(base, name=name, layers=(*base.layers, *((str(i), forms) for i, forms in layers.items())))
             if bits is not None:
                 return recipe
-            excess = self._size(args, recipe) - int(self.calibration.target_gb * 1e9)  # type: ignore[operator]
+            size = make_plan(self.checkpoint, args, self._like(recipe)).total_bytes
+            excess = size - int(self.calibration.target_gb * 1e9)  # type: ignore[operator]
             if excess <= 0:
                 return recipe
             budget -= excess  # of padding between records
@@ -234,9 +276,6 @@ class _Conversion:
 
     def _like(self, recipe: Recipe) -> Wanted:
         return Wanted.of(Forms(recipe=recipe, without_correction_bias=self.weights.without_correction_bias))
-
-    def _size(self, args: ModelArgs, recipe: Recipe) -> int:
-        return make_plan(self.checkpoint, args, self._like(recipe)).total_bytes
 
     def planned(self, args: ModelArgs, wanted: Wanted) -> tuple[ConversionPlan, Needs]:
         """The plan of the conversion, and the needs of the run."""

@@ -6,34 +6,66 @@ expert and tensor by tensor, so its memory depends only on the largest of these.
 running it again; `layout.json` is written last, so an unfinished directory is never taken for a model.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, ModelFileError, RequestError
-from ..files import user_path
+from ..files import tagged, user_path
 from ..foreign import with_parameters_of
-from ..formats.checkpoint import Checkpoint
+from ..formats.checkpoint import COPIED, GRIDS_LICENSE, RECIPE, Checkpoint
 from ..formats.owners import MOST_RANKS, Owners, RankShare
 from ..formats.packed import FINISHED, STATE, open_packed
-from ..quant import unquantized
+from ..quant import GRID, unquantized
 from ..rounding.methods import MINMAX
 from ..spec import ModelArgs
 from .found_files import FoundFiles, checkpoint_digest
 from .gguf_folder import describe, tokenizer_folder
+from .gguf_tables import license_text
 from .in_place import open_in_place
-from .layer_files import HeldLayerFile
+from .layer_files import HeldLayerFile, layout_json
 from .located import Located, open_source
+from .mlx_layout import INDEX as MLX_INDEX
 from .plan import ConversionPlan, Outcome, make_plan, read_args
 from .recipe import RECIPES, Recipe
-from .shards import Scattering
-from .small_files import small_files
+from .resident import ResidentFile
+from .shards import Meter, Scattering
 from .source_format import SourceFormat
 from .supply import Supply, find_supply
 from .unit import Unit
 from .wanted import Forms, Wanted
 from .writer import ByteProgress, Output, check_space, reserved, writing
+
+
+def small_files(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, bytes]:
+    """Contents by name; the last one makes the directory a model."""
+    copied = {name: (checkpoint.folder / name) for name in COPIED}
+    files = {name: file.read_bytes() for name, file in copied.items() if file.is_file()}
+    files |= {} if plan.outcome.recipe is None else {RECIPE: plan.outcome.recipe.file()}
+    if _has_grids(plan):
+        files[GRIDS_LICENSE] = license_text().encode()
+    config = {**unquantized(checkpoint.config), "quantization": plan.quantization}
+    files["config.json"] = (json.dumps(tagged(config), indent=2, ensure_ascii=False) + "\n").encode()
+    if plan.index is not None:
+        return {MLX_INDEX: plan.index, **files}
+    files[FINISHED] = layout_json(plan.layout, plan.share, plan.also)
+    return files
+
+
+def _has_grids(plan: ConversionPlan) -> bool:
+    """Whether a form with a table of its own is one of those of experts, or of resident matrices."""
+    of_experts = (quant for one in plan.layout.records.values() for quant in one.quants)
+    written = (
+        one
+        for unit in plan.units
+        if isinstance(unit, ResidentFile)
+        for source in unit.sources
+        for one in source.written
+    )
+    return any(quant.grid for quant in of_experts) or any(one.name.endswith(f".{GRID}") for one in written)
+
 
 PACKED, MLX = LAYOUTS = "packed", "mlx"
 
@@ -265,10 +297,12 @@ def _at_once(
     verify: bool,
 ) -> tuple[list[str], list[str]]:
     """File by file, from a complete checkpoint; returns as `_write`."""
-    kept, repaired = _write(output, plan, report, plan.total_bytes * (1 + verify))
+    meter = Meter(report, 0, plan.total_bytes * (1 + verify))
+    kept, repaired = _write(output, plan, meter)
     _finish(output, plan, checkpoint, found)
-    if verify:
-        _verify(output, plan, report)
+    for unit in plan.units if verify else ():
+        meter.say(f"verify {unit.name}")
+        output.compare(unit, meter.by)
     if plan.index is not None:
         output.close()
     return kept, repaired
@@ -342,38 +376,18 @@ def _check_config(config: dict[str, Any]) -> None:
     SourceFormat(config)
 
 
-def _write(output: Output, plan: ConversionPlan, progress: ByteProgress, total: int) -> tuple[list[str], list[str]]:
+def _write(output: Output, plan: ConversionPlan, meter: Meter) -> tuple[list[str], list[str]]:
     """All large files; returns the names of those that an earlier run had finished, intact and damaged ones."""
     kept: list[str] = []
     repaired: list[str] = []
-    done = 0
     for unit in plan.units:
-        progress(done, total, unit.name)
+        meter.say(unit.name)
         if output.is_finished(unit):
             kept.append(unit.name)
+            meter.by(unit.size)
         else:
             repaired += [unit.name] if unit.name in output.files else []
             last = FINISHED if plan.index is None else "config.json"
             (output.path / last).unlink(missing_ok=True)  # so that a model under repair is not loaded
-            output.write(unit, _advance(progress, done, total, unit.name))
-        done += unit.size
-        progress(done, total, unit.name)
+            output.write(unit, meter.by)
     return kept, repaired
-
-
-def _advance(progress: ByteProgress, start: int, total: int, name: str) -> Callable[[int], None]:
-    done = start
-
-    def advance(size: int) -> None:
-        nonlocal done
-        done += size
-        progress(done, total, name)
-
-    return advance
-
-
-def _verify(output: Output, plan: ConversionPlan, progress: ByteProgress) -> None:
-    done = total = plan.total_bytes
-    for unit in plan.units:
-        output.compare(unit, _advance(progress, done, 2 * total, f"verify {unit.name}"))
-        done += unit.size
