@@ -130,11 +130,10 @@ class SlotPool:
         self.ranking.enter(key)
 
     def victim(self, for_guess: bool, wanted: Key | None = None) -> Key | None:
-        """The record to evict before `take` of a wanted record can succeed: the one of the lowest rank that is not
-        pinned.
+        """The record to evict before `take` of a wanted record can succeed: of those not pinned that of lowest rank.
 
-        A record that the last step has used is chosen only if there is no other. So is one that is intended, foretold
-        or still arriving, but never for a guess. None goes for a guess that only lacks a place which is read still.
+        One that the last step used, or that is intended, foretold or arriving, only goes if there is no other, and the
+        latter never for a guess. None goes for a guess that only lacks a place which is read still.
         """
         if for_guess and self.staging is None and not self.is_full:
             return None
@@ -148,9 +147,7 @@ class SlotPool:
         return self.ranking.first(lambda key: key not in pinned and (not row_wanted or self._is_arriving(key)))
 
     def surplus(self, more: int) -> list[Key]:
-        """Records to evict before `more` records are read, as `victim` chooses them for a guess, at once: as many as
-        lack a slot, but no more than may be read now.
-        """
+        """As `victim` for a guess, before `more` records are read: as many as lack a slot, and may be read now."""
         if self.staging is not None:
             more = min(more, self.staging.available)
         short = len(self._used) + more - self.slots
@@ -185,9 +182,7 @@ class SlotPool:
         return self.staging is not None and key not in self._used and key in self.staging.host
 
     def take(self, key: Key | None = None, may_wait: bool = True) -> Slot | None:
-        """A free slot for the record, if there is one; the record is in it if it is `on_host`. `may_wait`: as for
-        places.
-        """
+        """A free slot for the record, if there is one; the record is in it if `on_host`. `may_wait`: for a place."""
         self.has_been_full |= self.is_full
         if self.is_full:
             return None
