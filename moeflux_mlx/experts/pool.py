@@ -134,10 +134,8 @@ class SlotPool:
         pinned.
 
         A record that the last step has used is chosen only if there is no other. So is one that is intended, foretold
-        or still arriving, but never for a guess. None goes for a guess that only lacks a place which is read still.
+        or still arriving, but never for a guess.
         """
-        if for_guess and self.staging is None and not self.is_full:
-            return None
         row_wanted = self.staging is not None and not self.staging.available
         row_wanted &= wanted is None or not self.on_host(wanted)
         if not row_wanted and (unwanted := self._unwanted(1)):
@@ -185,9 +183,7 @@ class SlotPool:
         return self.staging is not None and key not in self._used and key in self.staging.host
 
     def take(self, key: Key | None = None, may_wait: bool = True) -> Slot | None:
-        """A free slot for the record, if there is one; the record is in it if it is `on_host`. `may_wait`: as for
-        places.
-        """
+        """A free slot, if there is one, with the record if it is `on_host`; `may_wait`: as `Places.take`."""
         self.has_been_full |= self.is_full
         if self.is_full:
             return None
