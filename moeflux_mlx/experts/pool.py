@@ -130,13 +130,12 @@ class SlotPool:
         self.ranking.enter(key)
 
     def victim(self, for_guess: bool, wanted: Key | None = None) -> Key | None:
-        """The record to evict before `take` of a wanted record can succeed: of those not pinned that of lowest rank.
+        """The record to evict before `take` of a wanted record can succeed: the one of the lowest rank that is not
+        pinned.
 
-        One that the last step used, or that is intended, foretold or arriving, only goes if there is no other, and the
-        latter never for a guess. None goes for a guess that only lacks a place which is read still.
+        A record that the last step has used is chosen only if there is no other. So is one that is intended, foretold
+        or still arriving, but never for a guess.
         """
-        if for_guess and self.staging is None and not self.is_full:
-            return None
         row_wanted = self.staging is not None and not self.staging.available
         row_wanted &= wanted is None or not self.on_host(wanted)
         if not row_wanted and (unwanted := self._unwanted(1)):
@@ -147,7 +146,9 @@ class SlotPool:
         return self.ranking.first(lambda key: key not in pinned and (not row_wanted or self._is_arriving(key)))
 
     def surplus(self, more: int) -> list[Key]:
-        """As `victim` for a guess, before `more` records are read: as many as lack a slot, and may be read now."""
+        """Records to evict before `more` records are read, as `victim` chooses them for a guess, at once: as many as
+        lack a slot, but no more than may be read now.
+        """
         if self.staging is not None:
             more = min(more, self.staging.available)
         short = len(self._used) + more - self.slots
@@ -182,7 +183,7 @@ class SlotPool:
         return self.staging is not None and key not in self._used and key in self.staging.host
 
     def take(self, key: Key | None = None, may_wait: bool = True) -> Slot | None:
-        """A free slot for the record, if there is one; the record is in it if `on_host`. `may_wait`: for a place."""
+        """A free slot, if there is one, with the record if it is `on_host`; `may_wait`: as `Places.take`."""
         self.has_been_full |= self.is_full
         if self.is_full:
             return None

@@ -236,6 +236,8 @@ def test_nothing_keeps_a_gpu_warm_while_the_demo_model_is_measured(monkeypatch, 
     reduce(monkeypatch, "demo model")
     report(tmp_path)
     assert modes == [{"keep_warm": "off"}] * 2
+    soak.rate(1 << 30, "all", 0.01)
+    assert modes == [{"keep_warm": "off"}] * 3
 
 
 def test_a_wrong_model_is_seen(monkeypatch, tmp_path):

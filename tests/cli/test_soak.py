@@ -9,7 +9,6 @@ from moeflux_mlx import doctor
 from moeflux_mlx.cli import diagnosis, soak
 from moeflux_mlx.cli.soak import FILE, Client, Soak
 from moeflux_mlx.errors import DeviceError
-from moeflux_mlx.tools import demo_check
 
 
 class Clock:
@@ -102,14 +101,6 @@ def test_a_machine_that_slept_is_noted():
 def test_minutes_must_be_possible(minutes, capsys):
     assert doctor.main([f"--soak={minutes}"]) == 1
     assert "give a number of minutes above 0" in capsys.readouterr().err
-
-
-def test_the_demo_model_is_opened_as_doctor_opens_it(monkeypatch):
-    """No trial of launches that keep the GPU warm disturbs the rates that a report compares."""
-    modes, opened = [], demo_check.open_engine
-    monkeypatch.setattr(demo_check, "open_engine", lambda *model, **more: modes.append(more) or opened(*model, **more))
-    soak.rate(1 << 30, "all", 0.01)
-    assert [(more["wired"], more["set"]) for more in modes] == [("all", {"keep_warm": "off"})]
 
 
 def test_pools_are_compared_in_processes_of_their_own():

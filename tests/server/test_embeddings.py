@@ -260,14 +260,6 @@ def test_what_a_client_that_left_has_sent_is_not_kept(path):
     assert embedder.stop(10)
 
 
-def test_its_configuration_is_read_once(path, monkeypatch):
-    read, names = module.read_json, []
-    monkeypatch.setattr(module, "read_json", lambda file: names.append(file.name) or read(file))
-    embedder = Embedder("owls", path, lambda: False)
-    assert names.count("config.json") == 1 and embedder.nbytes == memory_of(path) and embedder.limit == 64
-    assert embedder.stop(10)
-
-
 def test_its_memory_is_part_of_the_plan(path, tmp_path):
     options = serve.parser().parse_args(["--embedding-model", str(path)])
     assert serve.embedding_of(options) == path and options.beside == memory_of(path)
@@ -290,3 +282,5 @@ def test_the_scores_of_the_longest_text_are_part_of_its_memory(tmp_path):
     for name in ("model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_bytes(b"{}")
     assert planned(8192) - planned(64) == 4 * 2 * (8192**2 - 64**2)
+    read = {"num_attention_heads": 2, "max_position_embeddings": 8192}
+    assert memory_of(tmp_path, read) - planned(64) == 4 * 2 * (8192**2 - 64**2), "the file is not read again"
