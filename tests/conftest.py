@@ -182,8 +182,38 @@ def host():
 
 
 @pytest.fixture
-def ops(monkeypatch):
-    """Leaves everything to MLX's own operations."""
+def no_texts(monkeypatch):
+    """No text of a kernel has been compiled."""
+    from metal import msl
+
+    monkeypatch.setattr(msl.TextKernel, "texts", [])
+
+
+@pytest.fixture
+def small_products(monkeypatch):
+    """Our kernels also multiply matrices that are so small that MLX's own product is as fast."""
+    from moeflux_mlx.ops import linear
+
+    monkeypatch.setattr(linear, "PAYS_FROM", 0)
+
+
+@pytest.fixture
+def backend_is(monkeypatch):
+    """Returns a function that names what computes: "metal", "cuda", or "ops" for MLX's own operations."""
     from moeflux_mlx.ops import backend
 
-    monkeypatch.setattr(backend, "name", lambda: "ops")
+    return lambda name: monkeypatch.setattr(backend, "name", lambda: name)
+
+
+@pytest.fixture
+def kernels_are(monkeypatch):
+    """Returns a function that says whether kernels compute, as on a GPU."""
+    from moeflux_mlx.ops import backend
+
+    return lambda there: monkeypatch.setattr(backend, "has_kernels", lambda: there)
+
+
+@pytest.fixture
+def ops(backend_is):
+    """Leaves everything to MLX's own operations."""
+    backend_is("ops")

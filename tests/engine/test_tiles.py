@@ -14,7 +14,6 @@ from moeflux_mlx import load_model
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kept import tiles
 from moeflux_mlx.kept.kept_rows import read_rows
-from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.tiles import CODE, TILES, TRIED, Tiles, merged, planned
 
 FOUND = {"qmv": {"halves": 1, "rows": 8}}
@@ -28,9 +27,9 @@ JSON = st.recursive(
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch, backend_is):
     monkeypatch.setenv("MOEFLUX_TILES", "auto")
-    monkeypatch.setattr(backend, "name", lambda: "metal")
+    backend_is("metal")
     monkeypatch.setattr(tiles, "gpu_name", lambda: "a made-up GPU")
 
 

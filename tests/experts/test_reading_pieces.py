@@ -223,7 +223,7 @@ def test_a_requested_guess_overtakes_other_guesses_with_all_its_pieces(stacks, m
     loader.close()
 
 
-def test_resident_layers_are_kept_as_kernels_read_them(stacks, monkeypatch):
+def test_resident_layers_are_kept_as_kernels_read_them(stacks, backend_is, kernels_are):
     where, truth = stacks
     told = []
     source = ResidentExperts(where, "why", progress=lambda done, total: told.append((done, total)))
@@ -232,8 +232,8 @@ def test_resident_layers_are_kept_as_kernels_read_them(stacks, monkeypatch):
     source.close()
     with pytest.raises(ExpertIOError, match="closed"):
         source.request(0, np.array([0]))
-    monkeypatch.setattr(backend, "has_kernels", lambda: True)
-    monkeypatch.setattr(backend, "name", lambda: "cuda")  # the arrays are on the CPU; the code is that for CUDA
+    kernels_are(True)
+    backend_is("cuda")  # the arrays are on the CPU; the code is that for CUDA
     source = ResidentExperts(where)
     assert source.is_resident and isinstance(source.whole(0).blob, mx.array)
     for layer in (0, 1):
@@ -268,12 +268,12 @@ def test_memory_but_the_first_is_touched_before_it_is_filled(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_layers_are_read_by_portions_in_their_order(tmp_path, monkeypatch, device):
+def test_layers_are_read_by_portions_in_their_order(tmp_path, monkeypatch, device, backend_is, kernels_are):
     """On CUDA layers use two buffers in turn, and none is overwritten before it has been copied."""
     where, truth = write_stacks(tmp_path, layers=4)
     monkeypatch.setattr(resident, "PORTION_BYTES", 4 * where.layout.records[0].stride)
-    monkeypatch.setattr(backend, "has_kernels", lambda: device == "cuda")
-    monkeypatch.setattr(backend, "name", lambda: device)
+    kernels_are(device == "cuda")
+    backend_is(device)
     seen = []
 
     def check(layer, first, rows):

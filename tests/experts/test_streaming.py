@@ -759,7 +759,7 @@ def test_an_adopted_file_cut_short_while_in_use(replaceable, monkeypatch):
         model(mx.array([[1]]), cache)
 
 
-def test_records_that_metal_does_not_adopt_are_reported(replaceable, monkeypatch):
+def test_records_that_metal_does_not_adopt_are_reported(replaceable, monkeypatch, backend_is):
     path, file, _ = replaceable
 
     def refuse(*_, **__):
@@ -767,7 +767,7 @@ def test_records_that_metal_does_not_adopt_are_reported(replaceable, monkeypatch
 
     monkeypatch.setattr(mx, "from_dlpack", refuse)
     packed = PackedExperts.open(path, ModelArgs.from_file(path))
-    monkeypatch.setattr(backend, "name", lambda: "metal")
+    backend_is("metal")
     with pytest.raises(ExpertIOError, match=f"Metal refuses {path}.*layer_00.bin.*without a copy.*--expert-io"):
         MappedExperts(packed)
     with pytest.raises(

@@ -22,7 +22,7 @@ from moeflux_mlx.mixers.registry import cache_numbers
 from moeflux_mlx.model.compiled import DecodeStep
 from moeflux_mlx.model.tokens import Tokens
 from moeflux_mlx.opening.engine import load_model
-from moeflux_mlx.ops import backend, launch, linear
+from moeflux_mlx.ops import launch
 from moeflux_mlx.ops.experts import Shared
 from moeflux_mlx.ops.seen import Chosen
 
@@ -119,9 +119,8 @@ def attending(model):
         *map(full, ("granitemoehybrid", "llama4", "cohere2_moe", "longcat_flash", "mistral_large4")),
     ],
 )
-def test_tokens_on_kernels_equal_those_on_plain_operations(monkeypatch, family):
+def test_tokens_on_kernels_equal_those_on_plain_operations(monkeypatch, family, small_products):
     """Single tokens of a whole model run through every kernel: Metal's source, executed by the harness."""
-    monkeypatch.setattr(linear, "PAYS_FROM", 0)
     monkeypatch.setattr(mx.fast, "rope", fast.rope)
     model = tiny_model(family, mx.float32)
     caches = [model.make_cache() for _ in range(2)]
@@ -217,15 +216,14 @@ MOST |= dict.fromkeys((*goldens.families(), "glm4_moe", "hy_v3", "kimi_k2", "sol
 
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", [*goldens.families(), *goldens.KIN])
-def test_a_layer_is_at_most_so_many_launches(monkeypatch, tmp_path, family):
+def test_a_layer_is_at_most_so_many_launches(monkeypatch, tmp_path, family, small_products, backend_is):
     """Counts the operations of a compiled step's graph that are not views. Compiling joins small operations."""
-    monkeypatch.setattr(linear, "PAYS_FROM", 0)
     model = make_resident(monkeypatch, family, mx.bfloat16)
     cache, token, numbers = model.make_cache(), mx.array([[7]]), cache_numbers(model.args.mixers)
     widths = [model.args.hidden_size * streams_before(model.args.connections, i) for i in range(len(model.layers))]
     inputs = {width: mx.zeros((1, 1, width), mx.bfloat16) for width in widths}
     mx.eval(model(mx.array([list(range(5, 36))]), cache), inputs, token)  # the next token ends entries and blocks
-    monkeypatch.setattr(backend, "name", lambda: "metal")
+    backend_is("metal")
     monkeypatch.setattr(launch, "built", lambda *kernel: pretended)
     monkeypatch.setattr(mx.fast, "rms_norm", pretended_norm)
     monkeypatch.setattr(mx.fast, "layer_norm", pretended_layer_norm)

@@ -19,7 +19,7 @@ from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.opening import engine, kernel_cache, launches
 from moeflux_mlx.opening.random_weights import Shapes
 from moeflux_mlx.opening.weights import open_weights
-from moeflux_mlx.ops import kernel_files, launch, linear
+from moeflux_mlx.ops import kernel_files, launch
 from moeflux_mlx.ops.kernel_files import Program, hash_of, keep
 from moeflux_mlx.ops.launch import Kernel, KernelText
 from moeflux_mlx.ops.stand_ins import standing_in
@@ -175,9 +175,8 @@ def noted(target, monkeypatch):
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # of weights that nothing has computed
 @pytest.mark.parametrize("expert_io", ["resident", "pread"])
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss", "mimo_v2_flash", "nemotron_h"])
-def test_kernels_are_known_when_a_model_is_loaded(family, expert_io, target, noted, monkeypatch):
+def test_kernels_are_known_when_a_model_is_loaded(family, expert_io, target, noted, monkeypatch, small_products):
     """Checks all kernels that one token, prompts and several sequences use."""
-    monkeypatch.setattr(linear, "PAYS_FROM", 1)
     directory = tiny_directory(family)
     known = {compiled_as(one) for one in kernel_cache.programs_of(shapes_of(directory), CODE, target=target)}
     model = engine.load_model(directory, dtype=mx.bfloat16, expert_io=expert_io, set={"keep_warm": "off"})

@@ -58,9 +58,8 @@ TINY = {
 
 
 @pytest.fixture
-def host(monkeypatch):
+def host(monkeypatch, small_products):
     """Runs the kernels' source on this machine, for products of any size."""
-    monkeypatch.setattr(linear, "PAYS_FROM", 1)
     monkeypatch.setattr(tuning, "MOST_LAYERS", 4)
     monkeypatch.setattr(tuning, "LEAST_BYTES", 1)
     monkeypatch.setattr(tuning, "ROWS", (1, 2, 40))
@@ -185,9 +184,9 @@ def gains(changes):
 
 
 @pytest.fixture
-def metal(monkeypatch):
+def metal(monkeypatch, backend_is):
     """The function that measures, for work of the right kind."""
-    monkeypatch.setattr(backend, "name", lambda: "metal")
+    backend_is("metal")
     for name in ("token_work", "prompt_work"):
         monkeypatch.setattr(tuning, name, lambda shapes, name=name: name)
 
@@ -307,8 +306,8 @@ def test_mistakes_are_one_line(arguments, message, host, cached, capsys):
 
 
 @pytest.mark.parametrize("name", ["ops", "cuda"])
-def test_only_apple_gpus_have_tiles_to_try(monkeypatch, cached, capsys, name):
-    monkeypatch.setattr(backend, "name", lambda: name)
+def test_only_apple_gpus_have_tiles_to_try(monkeypatch, cached, capsys, name, backend_is):
+    backend_is(name)
     monkeypatch.setattr(command, "shapes_of", lambda options: tiny_shapes())
     assert command.main([]) == 0
     out = capsys.readouterr().out
