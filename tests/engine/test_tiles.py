@@ -27,10 +27,16 @@ JSON = st.recursive(
 
 
 @pytest.fixture
-def gpu(monkeypatch, backend_is):
+def gpu_is(monkeypatch):
+    """Returns a function that names the GPU."""
+    return lambda name: monkeypatch.setattr(tiles, "gpu_name", lambda: name)
+
+
+@pytest.fixture
+def gpu(monkeypatch, backend_is, gpu_is):
     monkeypatch.setenv("MOEFLUX_TILES", "auto")
     backend_is("metal")
-    monkeypatch.setattr(tiles, "gpu_name", lambda: "a made-up GPU")
+    gpu_is("a made-up GPU")
 
 
 @pytest.fixture
@@ -105,12 +111,12 @@ def test_stale_tiles_are_one_line(file, monkeypatch, field):
     assert chosen() == ({}, []) and len(read_rows(file)) == 1
 
 
-def test_another_gpus_tiles_are_kept_and_not_used(file, monkeypatch):
+def test_another_gpus_tiles_are_kept_and_not_used(file, gpu_is):
     tiles.keep(FOUND)
-    monkeypatch.setattr(tiles, "gpu_name", lambda: "another GPU")
+    gpu_is("another GPU")
     assert chosen() == ({}, [])
     tiles.keep({})
-    monkeypatch.setattr(tiles, "gpu_name", lambda: "a made-up GPU")
+    gpu_is("a made-up GPU")
     assert chosen() == (FOUND, [])
 
 

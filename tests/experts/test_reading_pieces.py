@@ -173,6 +173,12 @@ def test_where_direct_reads_take_any_address_nothing_is_moved(stacks, monkeypatc
     loader.close()
 
 
+@pytest.fixture
+def share_of(monkeypatch):
+    """Returns a function that says how many bytes of a record are read at a time."""
+    return lambda nbytes: monkeypatch.setattr(reader, "SHARE_BYTES", nbytes)
+
+
 def test_the_end_of_a_file_inside_a_block(tmp_path):
     """The last block of a direct read may be incomplete."""
     where, truth = write_stacks(tmp_path, files=1)
@@ -184,9 +190,9 @@ def test_the_end_of_a_file_inside_a_block(tmp_path):
     loader.close()
 
 
-def test_closing_between_two_pieces_of_a_record(stacks, monkeypatch):
+def test_closing_between_two_pieces_of_a_record(stacks, share_of):
     where, _ = stacks
-    monkeypatch.setattr(reader, "SHARE_BYTES", 1)
+    share_of(1)
     threads = set(threading.enumerate())
     loader = StreamedExperts(where, reader=ExpertReader(where, workers=1, preadv=slow))
     lease = loader.request(0, np.arange(EXPERTS))
@@ -199,9 +205,9 @@ def test_closing_between_two_pieces_of_a_record(stacks, monkeypatch):
 
 
 @pytest.mark.parametrize("share_bytes", [1, 1 << 20])
-def test_a_requested_guess_overtakes_other_guesses_with_all_its_pieces(stacks, monkeypatch, share_bytes):
+def test_a_requested_guess_overtakes_other_guesses_with_all_its_pieces(stacks, share_bytes, share_of):
     where, truth = stacks
-    monkeypatch.setattr(reader, "SHARE_BYTES", share_bytes)
+    share_of(share_bytes)
     gate, order = threading.Event(), []
 
     def preadv(file, places, start):
