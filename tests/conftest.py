@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -162,6 +163,12 @@ def files_may_change(monkeypatch):
 
 
 @pytest.fixture
+def files_are_looked_at(monkeypatch):
+    """At each use somebody looks whether the files of a model have changed."""
+    monkeypatch.setattr("moeflux_mlx.experts.stamps.LOOK_SECONDS", 0)
+
+
+@pytest.fixture
 def interruptible():
     """Makes SIGINT raise an exception, here and in children.
 
@@ -182,8 +189,68 @@ def host():
 
 
 @pytest.fixture
-def ops(monkeypatch):
-    """Leaves everything to MLX's own operations."""
+def no_texts(monkeypatch):
+    """No text of a kernel has been compiled."""
+    from metal import msl
+
+    monkeypatch.setattr(msl.TextKernel, "texts", [])
+
+
+@pytest.fixture
+def small_products(monkeypatch):
+    """Our kernels also multiply matrices that are so small that MLX's own product is as fast."""
+    from moeflux_mlx.ops import linear
+
+    monkeypatch.setattr(linear, "PAYS_FROM", 0)
+
+
+@pytest.fixture
+def backend_is(monkeypatch):
+    """Returns a function that names what computes: "metal", "cuda", or "ops" for MLX's own operations."""
     from moeflux_mlx.ops import backend
 
-    monkeypatch.setattr(backend, "name", lambda: "ops")
+    return lambda name: monkeypatch.setattr(backend, "name", lambda: name)
+
+
+@pytest.fixture
+def kernels_are(monkeypatch):
+    """Returns a function that says whether kernels compute, as on a GPU."""
+    from moeflux_mlx.ops import backend
+
+    return lambda there: monkeypatch.setattr(backend, "has_kernels", lambda: there)
+
+
+@pytest.fixture
+def dense_from_rows(monkeypatch):
+    """Returns a function that says from how many rows on an expert is dequantised for a product."""
+    from moeflux_mlx.ops import grouped
+
+    return lambda rows: monkeypatch.setattr(grouped, "dense_from", lambda *_: rows)
+
+
+@pytest.fixture
+def wave_bytes(monkeypatch):
+    """Returns a function that says how many bytes of experts a prompt reads at a time."""
+    from moeflux_mlx.experts import waves
+
+    return lambda nbytes: monkeypatch.setattr(waves, "WAVE_BYTES", nbytes)
+
+
+@pytest.fixture
+def index_values(monkeypatch):
+    """Returns a function that limits the scores of positions that are computed at a time."""
+    from moeflux_mlx.kinds import index
+
+    return lambda count: monkeypatch.setattr(index, "INDEX_VALUES", count)
+
+
+@pytest.fixture
+def free_disk(monkeypatch):
+    """Returns a function that says how many bytes every disk has left."""
+    return lambda nbytes: monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, nbytes))
+
+
+@pytest.fixture
+def ops(backend_is):
+    """Leaves everything to MLX's own operations."""
+    backend_is("ops")

@@ -153,17 +153,15 @@ def files_of(path):
 
 def test_a_model_that_could_not_be_replaced_is_put_back(folder, monkeypatch):
     path = made(folder / "model", "qwen3-30b-a3b", 2)
-    before, rename = files_of(path), Path.rename
+    before, rename, renamed = files_of(path), Path.rename, []
 
-    def rename_once(self, target):
-        monkeypatch.setattr(Path, "rename", refuse_once)
+    def refuse_the_second(self, target):
+        renamed.append(self)
+        if len(renamed) == 2:
+            raise KeyboardInterrupt
         return rename(self, target)
 
-    def refuse_once(self, target):
-        monkeypatch.setattr(Path, "rename", rename)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "rename", rename_once)
+    monkeypatch.setattr(Path, "rename", refuse_the_second)
     with pytest.raises(KeyboardInterrupt):
         made(path, "qwen3-30b-a3b", 3, "--force")
     assert files_of(path) == before and list(folder.iterdir()) == [path]

@@ -212,6 +212,12 @@ def test_without_a_backend_the_extra_is_named(tmp_path):
         assert "pip install 'mlx[cpu]', or 'mlx[cuda13]'" in last and "extras [cpu] and [cuda13]" in last
 
 
+@pytest.fixture
+def installed(monkeypatch):
+    """Returns a function that says as what this package is installed, if it is."""
+    return lambda found: monkeypatch.setattr(installation.metadata, "distributions", lambda name: found)
+
+
 @pytest.mark.parametrize(
     "origin, command",
     [
@@ -221,13 +227,13 @@ def test_without_a_backend_the_extra_is_named(tmp_path):
         (None, None),
     ],
 )
-def test_the_package_is_reinstalled_from_its_own_folder(origin, command, monkeypatch):
+def test_the_package_is_reinstalled_from_its_own_folder(origin, command, monkeypatch, installed):
     class Installed:
         def read_text(self, name):
             assert name == "direct_url.json"
             return None if origin is None else json.dumps(origin)
 
-    monkeypatch.setattr(installation.metadata, "distributions", lambda name: [Installed()])
+    installed([Installed()])
     assert installation.reinstall_command().endswith(f" -e {ROOT}"), "whoever runs the source tree must build in it"
     monkeypatch.setattr(installation, "__file__", "/usr/lib/site-packages/moeflux_mlx/installation.py")
     reinstall = installation.reinstall_command()
@@ -237,13 +243,13 @@ def test_the_package_is_reinstalled_from_its_own_folder(origin, command, monkeyp
         assert reinstall == f"pip install --force-reinstall --no-deps --no-cache-dir {command}"
 
 
-def test_an_extra_is_installed_by_the_names_of_its_packages(monkeypatch):
+def test_an_extra_is_installed_by_the_names_of_its_packages(installed):
     """The name of this package is on no index."""
     wanted = ["numpy>=1", 'uvicorn>=0.40; extra == "server"', 'starlette>=1; extra == "server"']
-    monkeypatch.setattr(installation.metadata, "distributions", lambda name: [SimpleNamespace(requires=wanted)])
+    installed([SimpleNamespace(requires=wanted)])
     assert installation.install_command("server") == "pip install 'uvicorn>=0.40' 'starlette>=1'"
     assert installation.install_command("newer") == f"pip install -e '{ROOT}[newer]'"
-    monkeypatch.setattr(installation.metadata, "distributions", lambda name: [])
+    installed([])
     assert installation.install_command("server") == f"pip install -e '{ROOT}[server]'"
 
 

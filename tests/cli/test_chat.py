@@ -297,14 +297,14 @@ def test_mistakes_are_reported_and_the_chat_continues(monkeypatch, capsys, tmp_p
     assert (tmp_path / "bad").read_bytes() == b"nonsense"
 
 
-def test_an_answer_ends_at_the_models_context(monkeypatch):
+def test_an_answer_ends_at_the_models_context():
     talk, ends = conversation(), []
 
     def respond(prompt, max_tokens, **_):
         ends.append(len(prompt) + max_tokens)
         return (response for response in ())
 
-    monkeypatch.setattr(talk.session, "respond", respond)
+    talk.session.respond = respond
     for n in (-1, 10**6, 5):
         ask(talk, "Hello", n)
     limit = talk.session.model.args.max_position_embeddings

@@ -86,8 +86,8 @@ def test_without_an_answer_of_the_hub_the_cached_model_is_used(packed, tmp_path)
         fetch("org/other")
 
 
-def test_a_full_disk_is_found_before_the_download(packed, monkeypatch, capfd):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 300_000))
+def test_a_full_disk_is_found_before_the_download(packed, capfd, free_disk):
+    free_disk(300_000)
     assert generate(RUN) == 1
     assert "and 300000 (0.0003 GB) are free; free some disk space, or set HF_HOME" in capfd.readouterr().err
     assert not weights(packed)

@@ -161,11 +161,11 @@ def test_a_call_that_mlx_refuses_otherwise_is_no_limit(viewed):
         threads_allowed(wrong)
 
 
-def test_a_virtual_gpu_is_said_to_be_one(monkeypatch):
+def test_a_virtual_gpu_is_said_to_be_one(monkeypatch, kernels_are):
     """As GitHub's Macs name it. What identifies a machine is left out."""
     found = {"device_name": "Apple Paravirtual device", "architecture": "air64_v27", "memory_size": 7, "uuid": "abc"}
     monkeypatch.setattr(diagnosis.mx, "device_info", lambda: found)
-    monkeypatch.setattr(diagnosis.backend, "has_kernels", lambda: True)
+    kernels_are(True)
     monkeypatch.setattr(diagnosis, "machine_figures", lambda: None)
     monkeypatch.setattr(diagnosis, "machine_lines", lambda figures: [])
     lines, is_right = diagnosis.Facts(None).machine()

@@ -109,10 +109,10 @@ def test_pools_are_compared_in_processes_of_their_own():
     assert all(float(re.search(r": ([\d.]+) tokens/s", line)[1]) > 0 for line in lines)
 
 
-def test_on_a_mac_what_is_wired_is_compared(monkeypatch):
+def test_on_a_mac_what_is_wired_is_compared(monkeypatch, backend_is):
     """With the variable by which MLX refreshes residency, in one of the processes."""
     asked = []
-    monkeypatch.setattr(soak.backend, "name", lambda: "metal")
+    backend_is("metal")
     monkeypatch.setattr(soak, "_in_a_process", lambda *given: asked.append(given[1:]) or "done")
     assert len(soak.compared(1.0)[0]) == 5
     assert [mode for mode, *_ in asked] == ["pool", "pool", "all", "off", "pool"]

@@ -28,11 +28,11 @@ def logits(cut=40, **options):
 
 
 @needs_native
-def test_how_the_number_of_bits_is_chosen(monkeypatch):
+def test_how_the_number_of_bits_is_chosen(backend_is):
     assert [activation_bits(asked, None) for asked in ("auto", 8, "16", 24)] == [machine.AUTO_BITS, 8, 16, 24]
     assert activation_bits("auto", mx.float32) == activation_bits("24", mx.float32) == native.EXACT
     assert activation_bits("8", mx.bfloat16) == native.EXACT, "MLX computes those"
-    monkeypatch.setattr(backend, "name", lambda: "cuda")
+    backend_is("cuda")
     assert activation_bits("8", None) == native.EXACT
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import importlib
 import re
 import time
 from dataclasses import replace
@@ -387,6 +386,18 @@ def test_a_mac_of_another_size_has_limits_in_proportion(monkeypatch):
     assert planning.figures(16.0) == Figures(16 * GB)
 
 
+@pytest.fixture
+def figures_are(monkeypatch):
+    """Returns a function that gives this machine other figures."""
+    return lambda figures: monkeypatch.setattr("moeflux_mlx.opening.engine.machine_figures", lambda limit: figures)
+
+
+@pytest.fixture
+def wire_by(monkeypatch):
+    """Returns a function that replaces the one by which MLX limits what Metal wires."""
+    return lambda limit: monkeypatch.setattr(mx, "set_wired_limit", limit)
+
+
 def test_what_metal_may_wire():
     """Everything that runs on the GPU is wired, within Metal's recommendation. On other devices nothing is wired."""
     args, layout = named("qwen3-30b-a3b")
@@ -405,10 +416,10 @@ def test_what_metal_may_wire():
             assert made.state > 10**8 and made.activations > 10**8
 
 
-def test_models_share_what_metal_may_wire(monkeypatch):
-    limits, load = [], importlib.import_module("moeflux_mlx.opening.engine")
-    monkeypatch.setattr(mx, "set_wired_limit", limits.append)
-    monkeypatch.setattr(load, "machine_figures", lambda limit: replace(METAL, working_set=10**9))
+def test_models_share_what_metal_may_wire(monkeypatch, figures_are, wire_by):
+    limits = []
+    wire_by(limits.append)
+    figures_are(replace(METAL, working_set=10**9))
     path = tiny_directory("qwen3_moe")
     first, second = (open_engine(path, dtype=mx.float32, expert_io="pread", wired="all") for _ in range(2))
     one = first.plan.wired
@@ -433,12 +444,12 @@ def test_models_share_what_metal_may_wire(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["pool", "off"])
-def test_a_model_is_wired_once_it_is_in_memory(monkeypatch, mode):
+def test_a_model_is_wired_once_it_is_in_memory(monkeypatch, mode, figures_are, wire_by):
     """The limit rises a single time: when the weights are there, and the pool has taken its memory."""
-    limits, load = [], importlib.import_module("moeflux_mlx.opening.engine")
-    monkeypatch.setattr(load, "machine_figures", lambda limit: replace(METAL, working_set=10**9))
+    limits = []
+    figures_are(replace(METAL, working_set=10**9))
     monkeypatch.setattr(StreamedExperts, "take_memory", lambda experts: limits.append("pool"))
-    monkeypatch.setattr(mx, "set_wired_limit", limits.append)
+    wire_by(limits.append)
     engine = open_engine(tiny_directory("qwen3_moe"), dtype=mx.float32, expert_io="pread", wired=mode)
     assert len(limits) == (2 if mode == "pool" else 0)
     if limits:
@@ -448,11 +459,11 @@ def test_a_model_is_wired_once_it_is_in_memory(monkeypatch, mode):
     assert limits[2:] == ([0] if limits else [])
 
 
-def test_the_pool_is_opened_with_the_figures_of_metal(monkeypatch):
+def test_the_pool_is_opened_with_the_figures_of_metal(monkeypatch, wire_by):
     """No buffer is larger than Metal allows, and the pool's limit follows macOS's pace."""
     first = open_engine(tiny_directory("qwen3_moe"), dtype=mx.float32, expert_io="pread")
     packed = PackedExperts.open(tiny_directory("qwen3_moe"), first.model.args)
-    monkeypatch.setattr(mx, "set_wired_limit", lambda nbytes: None)
+    wire_by(lambda nbytes: None)
     monkeypatch.setattr(pools, "backend", SimpleNamespace(name=lambda: "metal"))
     monkeypatch.setattr(pools, "adopted_pages", lambda *shape: (page_aligned(*shape),) * 2)
     sizes = {}
@@ -465,8 +476,8 @@ def test_the_pool_is_opened_with_the_figures_of_metal(monkeypatch):
         assert 0 < sizes[buffer] <= buffer and pool.fit(1) >= needs.least_slots(first.model.args)
         limit, most = experts.limit, first.plan.most
         clock, source = [time.monotonic() + 60], mock.Mock()
-        monkeypatch.setattr(limit, "clock", lambda clock=clock: clock[0])
-        monkeypatch.setattr(limit, "sources", [source])
+        limit.clock = lambda clock=clock: clock[0]
+        limit.sources = [source]
         source.spare.return_value = Spare(cut=CUT)
         for seconds, share in [(0, 7 / 8), (9, 7 / 8), (1, 6 / 8)]:
             clock[0] += seconds
@@ -479,7 +490,7 @@ def test_the_pool_is_opened_with_the_figures_of_metal(monkeypatch):
     assert sizes[GB] > 65536, "the largest buffer matters"
 
 
-def test_a_share_may_be_given_back_in_the_middle_of_anything(monkeypatch):
+def test_a_share_may_be_given_back_in_the_middle_of_anything(wire_by):
     """The garbage collector frees a forgotten model, and its share, while another model's share is being counted."""
     limits, first = [], []
 
@@ -488,16 +499,16 @@ def test_a_share_may_be_given_back_in_the_middle_of_anything(monkeypatch):
         if first:
             first.pop()()
 
-    monkeypatch.setattr(mx, "set_wired_limit", set_limit)
+    wire_by(set_limit)
     first.append(wire(100, 1000))
     release = wire(10, 1000)
     assert limits[-1] == 10
     release()
     assert limits[-1] == 0
-    monkeypatch.setattr(mx, "set_wired_limit", lambda limit: 1 / 0)
+    wire_by(lambda limit: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         wire(5, 1000)
-    monkeypatch.setattr(mx, "set_wired_limit", limits.append)
+    wire_by(limits.append)
     wire(7, 1000)()
     assert limits[-2:] == [7, 0]
 
@@ -528,16 +539,16 @@ def test_limits_of_control_groups(tmp_path):
     assert sorted(group_limits(groups, membership)) == [2000, 3000, 9223372036854771712]
 
 
-def test_loading_follows_the_plan(monkeypatch):
-    path, load = tiny_directory("qwen3_moe"), importlib.import_module("moeflux_mlx.opening.engine")
+def test_loading_follows_the_plan(figures_are):
+    path = tiny_directory("qwen3_moe")
     engine = open_engine(path, dtype=mx.float32, expert_io="pread", context=500)
     stride = engine.experts.layout.record.stride
     assert engine.plan.demand.context == 500 and engine.experts.slots == engine.plan.slots == 3 * 16
-    monkeypatch.setattr(load, "machine_figures", lambda limit: Figures(310_000_000))
+    figures_are(Figures(310_000_000))
     planned = open_engine(path, dtype=mx.float32, expert_io="pread").plan
     wanted = load_model(path, dtype=mx.float32, expert_io="pread", expert_cache_bytes=20 * stride)
     assert planned.figures.memory == 310_000_000 and wanted.experts.slots == 20
-    monkeypatch.setattr(load, "machine_figures", lambda limit: Figures(100_000_000))
+    figures_are(Figures(100_000_000))
     with pytest.raises(RequestError, match="0.10 GB"):
         load_model(path, dtype=mx.float32)
     with pytest.raises(RequestError, match="context is 0"):

@@ -297,7 +297,7 @@ def test_no_draft_goes_beyond_the_context(monkeypatch):
     drafts(monkeypatch, model, [[*PROMPT, *want]])
     rows = count_rows(monkeypatch)
     limit = len(PROMPT) + 3
-    monkeypatch.setattr(model, "args", replace(model.args, max_position_embeddings=limit))
+    model.args = replace(model.args, max_position_embeddings=limit)
     assert [token for token, _ in generate_step(PROMPT, model, max_tokens=6)] == want[:6]
     assert rows[0] == 3 and set(rows[1:]) == {1}
 

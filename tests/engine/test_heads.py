@@ -20,7 +20,7 @@ from test_decode import copied
 from test_drafts import PROMPT, SOURCES, Told, choice, said_by, same, state, turns
 from test_interrupts import interrupted
 from tiny_heads import HEADED, headed_directory
-from tiny_models import tiny_directory, use_plain_operations
+from tiny_models import tiny_directory
 
 from moeflux_mlx.caches import growing
 from moeflux_mlx.convert import convert
@@ -268,13 +268,18 @@ def test_texts_logprobs_and_states_are_those_without_a_head(family, source):
     texts()
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("deepseek_v3", marks=marks(False))])
-def test_a_model_that_runs_ahead_says_the_same_with_a_head(monkeypatch, family):
-    """As on a GPU, the head's step from its own state is one compiled graph."""
-    use_plain_operations(monkeypatch)
+@pytest.fixture
+def compiled(monkeypatch, plain_operations):
+    """Models that are mapped compute tokens by a compiled step, as on a GPU."""
     monkeypatch.setattr(growing, "sees_capacity", lambda length: length == 1)
     monkeypatch.setattr(mapped, "map_file", copied)
     monkeypatch.setattr(held, "kept", mx.array)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("deepseek_v3", marks=marks(False))])
+def test_a_model_that_runs_ahead_says_the_same_with_a_head(family):
+    """As on a GPU, the head's step from its own state is one compiled graph."""
     model, plain = headed(family, expert_io="mmap"), headed(family, draft="off", expert_io="mmap")
     assert model.decode_step is not None
     check_texts(model, plain, family, TURNS, None, (True, True, False), 3)
@@ -282,18 +287,15 @@ def test_a_model_that_runs_ahead_says_the_same_with_a_head(monkeypatch, family):
     drafts = shown(model, LIST)
     compiled = np.array(drafts.propose(4))
     assert all(step.graphs for step in model.head._steps)
-    monkeypatch.setattr(model.head, "_steps", [])
+    model.head._steps = []
     assert np.array_equal(shown(model, LIST).propose(4), compiled)
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_a_head_sees_the_steps_that_a_text_shares(monkeypatch, resident):
+def test_a_head_sees_the_steps_that_a_text_shares(request, resident):
     family, prompts = "qwen3_next", [PROMPT, [9, 8, 7, *PROMPT]]
     if resident:
-        use_plain_operations(monkeypatch)
-        monkeypatch.setattr(growing, "sees_capacity", lambda length: length == 1)
-        monkeypatch.setattr(mapped, "map_file", copied)
-        monkeypatch.setattr(held, "kept", mx.array)
+        request.getfixturevalue("compiled")
     model = headed(family, expert_io="mmap")
     plain = headed(family, draft="off", expert_io="mmap")
     want = [[token for token, _ in said_by(session_of(plain, family), one, 8, 8)] for one in prompts]

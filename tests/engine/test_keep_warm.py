@@ -324,11 +324,21 @@ def test_a_result_that_cannot_be_stored_is_used(tmp_path):
 # ---- where it is used
 
 
+@pytest.fixture
+def an_m1(monkeypatch):
+    monkeypatch.setattr(keep_warm, "gpu_name", lambda: "Apple M1")
+
+
+@pytest.fixture
+def open_with(monkeypatch):
+    """Returns a function that says what opens a model's `KeepWarm`."""
+    return lambda open_it: monkeypatch.setattr(opening, "keep_warm_of", open_it)
+
+
 @pytest.mark.parametrize("io_mode", [IoMode.PREAD, IoMode.RESIDENT, IoMode.MMAP])
 @pytest.mark.parametrize("target", ["metal", "cuda", "ops"])
 @pytest.mark.parametrize("mode", MODES)
-def test_where_launches_are_made(mode, target, io_mode, monkeypatch):
-    monkeypatch.setattr(keep_warm, "gpu_name", lambda: "Apple M1")
+def test_where_launches_are_made(mode, target, io_mode, an_m1):
     source = Source(io_mode)
     with standing_in(backend=target):
         warm = keep_warm_of(mode, PATH, source)
@@ -387,7 +397,7 @@ def answer(mode, count=12):
     return engine, [(token, bytes(memoryview(logprobs.astype(mx.float32)))) for token, logprobs in steps]
 
 
-def test_a_streamed_answer_launches_and_keeps_its_bits(plain_operations, slow_disk, monkeypatch):
+def test_a_streamed_answer_launches_and_keeps_its_bits(plain_operations, slow_disk, open_with):
     """Without a GPU a stand-in counts the launches."""
     engine, alone = answer("off")
     assert engine.keep_warm is None
@@ -399,7 +409,7 @@ def test_a_streamed_answer_launches_and_keeps_its_bits(plain_operations, slow_di
         warm.make_launch = lambda: lambda: counted.append(threading.current_thread().name)
         return warm
 
-    monkeypatch.setattr(opening, "keep_warm_of", counting)
+    open_with(counting)
     engine, warmed = answer("on")
     assert warmed == alone and engine.experts.stats.misses > 12
     time.sleep(5 * EVERY)  # one may be under way
@@ -414,9 +424,8 @@ def test_a_streamed_answer_launches_and_keeps_its_bits(plain_operations, slow_di
 
 
 @pytest.mark.skipif(mx.is_available(mx.gpu), reason="a step that a GPU compiles refers to the experts too")
-def test_a_dropped_model_frees_its_experts_at_once(plain_operations, monkeypatch):
+def test_a_dropped_model_frees_its_experts_at_once(plain_operations, open_with, an_m1):
     """The pool may have gigabytes, which no garbage collection must wait for."""
-    monkeypatch.setattr(keep_warm, "gpu_name", lambda: "Apple M1")
 
     def on_a_mac(mode, path, source):
         with standing_in(backend="metal"):
@@ -424,7 +433,7 @@ def test_a_dropped_model_frees_its_experts_at_once(plain_operations, monkeypatch
         warm.make_launch = lambda: lambda: None
         return warm
 
-    monkeypatch.setattr(opening, "keep_warm_of", on_a_mac)
+    open_with(on_a_mac)
     engine, _ = answer("auto")
     assert f"0 of {ALL} tokens" in engine.keep_warm.said
     experts = weakref.ref(engine.experts)
@@ -446,7 +455,7 @@ def test_a_streamed_answer_launches_on_a_gpu_and_keeps_its_bits(slow_disk):
     engine.experts.close()
 
 
-def test_commands_pass_the_option_on_and_say_what_is_done(plain_operations, monkeypatch, capsys):
+def test_commands_pass_the_option_on_and_say_what_is_done(plain_operations, capsys, open_with):
     modes = []
 
     def made(mode, path, source):
@@ -456,7 +465,7 @@ def test_commands_pass_the_option_on_and_say_what_is_done(plain_operations, monk
         warm.make_launch = lambda: lambda: None
         return warm
 
-    monkeypatch.setattr(opening, "keep_warm_of", made)
+    open_with(made)
     options = ["--model", str(PATH), "--expert-io", "pread", "-m", "2", "-p", "a", "--set", "keep_warm=on"]
     assert main(["generate", *options, "--verbose"]) == 0
     line = "keep-warm: on: a token took 15.0 ms with launches and 20.0 ms without\n"
@@ -464,6 +473,6 @@ def test_commands_pass_the_option_on_and_say_what_is_done(plain_operations, monk
     assert main(["generate", *options]) == 0
     err = capsys.readouterr().err
     assert line not in err and "--set keep_warm has no effect without an Apple GPU" in err
-    monkeypatch.setattr(opening, "keep_warm_of", lambda *given: None)
+    open_with(lambda *given: None)
     assert main(["generate", *options, "--expert-io", "resident"]) == 0
     assert "--set keep_warm has no effect where experts are resident" in capsys.readouterr().err

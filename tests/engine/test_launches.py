@@ -15,7 +15,7 @@ from moeflux_mlx.cli.opening import shapes_of
 from moeflux_mlx.model.weights import arrange
 from moeflux_mlx.opening import launches
 from moeflux_mlx.opening.engine import load_model
-from moeflux_mlx.ops import backend, gpu_time, launch, linear, native
+from moeflux_mlx.ops import backend, gpu_time, launch, native
 from moeflux_mlx.ops.launch import LEAST_ELEMENTS, NO_KERNELS, Reason
 from moeflux_mlx.ops.stand_ins import StandIns, stand_ins, standing_in
 from moeflux_mlx.ops.tiles import CODE, planned
@@ -76,8 +76,7 @@ def test_native_forms_are_those_that_a_model_calls(family, tokens):
 
 @pytest.mark.parametrize("family", goldens.families())
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_kernels_are_those_that_a_model_launches(family, tokens, monkeypatch):
-    monkeypatch.setattr(linear, "PAYS_FROM", 0)
+def test_kernels_are_those_that_a_model_launches(family, tokens, small_products):
     calls = Counter()
 
     def build(kernel, *_):
@@ -96,10 +95,9 @@ def test_kernels_are_those_that_a_model_launches(family, tokens, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v4", "glm5_next", "nemotron_h", "qwen4_exp", "kimi_k3"])
-def test_every_text_of_a_token_is_listed(family, monkeypatch):
+def test_every_text_of_a_token_is_listed(family, small_products):
     """So that it is compiled before the first token. MLX's text for Metal also depends on whether an input has few
     elements. Routers and experts are left out, because their stored forms here are not those that a plan assumes."""
-    monkeypatch.setattr(linear, "PAYS_FROM", 0)
     listed = {(one.kernel.name, *one.few) for step in said(family, "metal", 1)[1] for one in step.programs}
     built = set()
 

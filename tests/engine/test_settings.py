@@ -199,6 +199,17 @@ sys.exit(execute(lambda options: print(*resource.getrlimit(resource.RLIMIT_NOFIL
         assert in_a_process(code, str(soft), str(hard)) == f"{soft} {hard}\n"
 
 
+@pytest.fixture
+def limits_are(monkeypatch):
+    """Returns a function that gives this process limits of open files, and what raises them."""
+
+    def be(limits, raise_them):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+        monkeypatch.setattr(resource, "setrlimit", raise_them)
+
+    return be
+
+
 @pytest.mark.parametrize(
     ("soft", "hard", "wanted"),
     [
@@ -210,21 +221,19 @@ sys.exit(execute(lambda options: print(*resource.getrlimit(resource.RLIMIT_NOFIL
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
     ],
 )
-def test_the_limit_only_rises(soft, hard, wanted, monkeypatch):
+def test_the_limit_only_rises(soft, hard, wanted, limits_are):
     asked = []
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
+    limits_are((soft, hard), lambda kind, limits: asked.append(limits))
     settings.allow_open_files()
     assert asked == ([] if wanted is None else [(wanted, hard)])
 
 
 @pytest.mark.parametrize("error", [ValueError, PermissionError])
-def test_a_limit_that_must_not_rise_stays(error, monkeypatch):
+def test_a_limit_that_must_not_rise_stays(error, limits_are):
     def refuse(kind, limits):
         raise error("current limit exceeds maximum limit")
 
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 10_240))
-    monkeypatch.setattr(resource, "setrlimit", refuse)
+    limits_are((256, 10_240), refuse)
     settings.allow_open_files()
 
 

@@ -14,7 +14,6 @@ from moeflux_mlx import load_model
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kept import tiles
 from moeflux_mlx.kept.kept_rows import read_rows
-from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.tiles import CODE, TILES, TRIED, Tiles, merged, planned
 
 FOUND = {"qmv": {"halves": 1, "rows": 8}}
@@ -28,10 +27,16 @@ JSON = st.recursive(
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu_is(monkeypatch):
+    """Returns a function that names the GPU."""
+    return lambda name: monkeypatch.setattr(tiles, "gpu_name", lambda: name)
+
+
+@pytest.fixture
+def gpu(monkeypatch, backend_is, gpu_is):
     monkeypatch.setenv("MOEFLUX_TILES", "auto")
-    monkeypatch.setattr(backend, "name", lambda: "metal")
-    monkeypatch.setattr(tiles, "gpu_name", lambda: "a made-up GPU")
+    backend_is("metal")
+    gpu_is("a made-up GPU")
 
 
 @pytest.fixture
@@ -106,12 +111,12 @@ def test_stale_tiles_are_one_line(file, monkeypatch, field):
     assert chosen() == ({}, []) and len(read_rows(file)) == 1
 
 
-def test_another_gpus_tiles_are_kept_and_not_used(file, monkeypatch):
+def test_another_gpus_tiles_are_kept_and_not_used(file, gpu_is):
     tiles.keep(FOUND)
-    monkeypatch.setattr(tiles, "gpu_name", lambda: "another GPU")
+    gpu_is("another GPU")
     assert chosen() == ({}, [])
     tiles.keep({})
-    monkeypatch.setattr(tiles, "gpu_name", lambda: "a made-up GPU")
+    gpu_is("a made-up GPU")
     assert chosen() == (FOUND, [])
 
 

@@ -46,14 +46,20 @@ class Faulty:
         return came, missed
 
 
+@pytest.fixture
+def extension_is(monkeypatch):
+    """Returns a function that replaces the native extension."""
+    return lambda extension: monkeypatch.setattr(batch, "extension", extension)
+
+
 @built
 @pytest.mark.parametrize("fault", ["closed", "short"])
-def test_failed_reads_are_read_again(stacks, tmp_path, monkeypatch, fault):
+def test_failed_reads_are_read_again(stacks, tmp_path, fault, extension_is):
     where, truth = stacks
     (tmp_path / "short").write_bytes(bytes(100))
     short = os.open(tmp_path / "short", os.O_RDONLY)
     faulty = Faulty(short if fault == "short" else -1)
-    monkeypatch.setattr(batch, "extension", faulty)
+    extension_is(faulty)
     loader = StreamedExperts(where)
     assert np.array_equal(blocks(loader.request(0, np.arange(EXPERTS))), truth[0])
     assert faulty.missed and loader.note == ""
@@ -62,21 +68,21 @@ def test_failed_reads_are_read_again(stacks, tmp_path, monkeypatch, fault):
 
 
 @pytest.mark.parametrize("way", ["refused", "not built"])
-def test_without_a_queue_reads_go_one_after_the_other(stacks, monkeypatch, way):
+def test_without_a_queue_reads_go_one_after_the_other(stacks, way, extension_is):
     where, truth = stacks
 
     class Refusing:
         def queue(self):
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(batch, "extension", Refusing() if way == "refused" else None)
+    extension_is(Refusing() if way == "refused" else None)
     loader = StreamedExperts(where)
     assert np.array_equal(blocks(loader.request(1, np.arange(EXPERTS))), truth[1])
     loader.close()
 
 
 @built
-def test_a_record_is_one_call_and_its_bytes_are_counted(stacks, monkeypatch):
+def test_a_record_is_one_call_and_its_bytes_are_counted(stacks, monkeypatch, extension_is):
     where, truth = stacks
     calls = []
 
@@ -87,7 +93,7 @@ def test_a_record_is_one_call_and_its_bytes_are_counted(stacks, monkeypatch):
             calls.append(REAL.read(*args))
             return calls[-1]
 
-    monkeypatch.setattr(batch, "extension", Counting())
+    extension_is(Counting())
     monkeypatch.setattr(OpenFiles, "read", None)  # no read needs a second attempt
     loader = StreamedExperts(where)
     assert np.array_equal(blocks(loader.request(1, np.arange(EXPERTS))), truth[1])

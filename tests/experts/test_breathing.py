@@ -21,7 +21,7 @@ from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 import moeflux_mlx.experts.streamed
 from moeflux_mlx.errors import ExpertIOError
-from moeflux_mlx.experts import staging, waves
+from moeflux_mlx.experts import staging
 from moeflux_mlx.experts.memory import GIVES_BACK, give_back, private_pages, staging_memory
 from moeflux_mlx.experts.pool import SlotPool
 from moeflux_mlx.experts.reader import ExpertReader
@@ -398,13 +398,13 @@ def test_memory_is_given_back_while_nothing_is_computed(packed, monkeypatch):
 
 
 @pytest.mark.parametrize("adopt", [None, pytest.param(staging_memory, marks=on_host)])
-def test_random_squeezes_change_no_token(adopt, monkeypatch):
+def test_random_squeezes_change_no_token(adopt, monkeypatch, wave_bytes):
     """A hundred squeezes come in the middle of calls: between any two requests of a prompt or a token."""
     if adopt is not None:
         use_plain_operations(monkeypatch)
     rng, most = random.Random(3), 1 << 30
     path, tokens = tiny_directory("qwen3_moe"), tokens_of("qwen3_moe")
-    monkeypatch.setattr(waves, "WAVE_BYTES", 2 * 16384)
+    wave_bytes(2 * 16384)
     squeezes = []
 
     def limit(held):
@@ -469,11 +469,11 @@ def test_only_whole_pages_are_given_back():
 # Turns.
 
 
-def test_an_allowance_is_asked_once_in_a_turn(packed, monkeypatch):
+def test_an_allowance_is_asked_once_in_a_turn(packed):
     asked, resized = [], []
     loader, stride = breathing(packed, 2, allowance=lambda tokens, held: asked.append(tokens) or size[0] * stride)
     resize = loader.resize
-    monkeypatch.setattr(loader, "resize", lambda nbytes: resized.append(nbytes // stride) or resize(nbytes))
+    loader.resize = lambda nbytes: resized.append(nbytes // stride) or resize(nbytes)
     size = [2]
     for slots in (2, 1, 6, 6, 99, 99, 3, 2, 2):
         size[0] = slots
@@ -512,12 +512,12 @@ def test_an_error_from_the_allowance_ends_only_the_call(packed):
 
 
 @pytest.mark.parametrize("kind, chunk", drawn(["native", "operations", "copied"], [1, 20]))
-def test_same_bits_while_the_pool_breathes(kind, chunk, monkeypatch):
+def test_same_bits_while_the_pool_breathes(kind, chunk, monkeypatch, wave_bytes):
     """The pool changes from everything to the least after each call, and back to everything."""
     if kind != "native":
         use_plain_operations(monkeypatch)
     path, seen = tiny_directory("qwen3_moe"), []
-    monkeypatch.setattr(waves, "WAVE_BYTES", 2 * 16384)
+    wave_bytes(2 * 16384)
     model = streamed(
         path,
         least_slots=2 * TOP_K,

@@ -65,9 +65,9 @@ def test_the_limit_of_mlx_follows_what_is_held(loader):
         mx.set_memory_limit(before)
 
 
-def test_the_rows_of_a_step_take_one_step_of_time(loader, monkeypatch):
+def test_the_rows_of_a_step_take_one_step_of_time(loader):
     steps = []
-    monkeypatch.setattr(loader.pools, "pass_time", steps.append)
+    loader.pools.pass_time = steps.append
     for tokens in (1, MAX_TOKENS, MAX_TOKENS + 1):
         with loader.turn(tokens):
             pass
@@ -84,6 +84,12 @@ def test_a_hint_copies_ahead(loader):
     assert stats.prefetch_hits == 2 and stats.host_hits == 0 and stats.misses == 5
 
 
+@pytest.fixture
+def buffer_bytes(monkeypatch):
+    """Returns a function that says how large a buffer in host memory is."""
+    return lambda nbytes: monkeypatch.setattr(staging, "BUFFER_BYTES", nbytes)
+
+
 def test_what_was_used_least_goes_first(packed):  # noqa: F811
     made = opened(packed, slots=2, host=4)
     made.truth = [records(packed, layer) for layer in (0, 1)]
@@ -96,8 +102,8 @@ def test_what_was_used_least_goes_first(packed):  # noqa: F811
     made.close()
 
 
-def test_the_records_used_most_move_out_of_memory_that_goes(packed, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(staging, "BUFFER_BYTES", 3 * packed.layout.record.stride)
+def test_the_records_used_most_move_out_of_memory_that_goes(packed, buffer_bytes):  # noqa: F811
+    buffer_bytes(3 * packed.layout.record.stride)
     made = opened(packed, slots=2)
     made.truth = [records(packed, layer) for layer in (0, 1)]
     often = {(0, 1), (0, 4), (1, 0), (1, 3), (1, 5)}
@@ -125,9 +131,9 @@ def test_a_row_is_not_used_again_before_its_copy_is_done(loader, monkeypatch):
     assert use(loader, 0, 0, 1) == [True, True]
 
 
-def test_memory_is_given_back_by_another_thread(packed, monkeypatch):  # noqa: F811
+def test_memory_is_given_back_by_another_thread(packed, buffer_bytes):  # noqa: F811
     """A source says that the machine has none left; records on the device stay."""
-    monkeypatch.setattr(staging, "BUFFER_BYTES", 4 * packed.layout.record.stride)
+    buffer_bytes(4 * packed.layout.record.stride)
     spare, now = [1e9], [0.0]
 
     class Machine:
@@ -149,9 +155,9 @@ def test_memory_is_given_back_by_another_thread(packed, monkeypatch):  # noqa: F
     made.close()
 
 
-def test_the_system_refuses_memory(packed, monkeypatch):  # noqa: F811
+def test_the_system_refuses_memory(packed, monkeypatch, buffer_bytes):  # noqa: F811
     """Then records that stayed make room for what is read."""
-    monkeypatch.setattr(staging, "BUFFER_BYTES", 9 * packed.layout.record.stride)
+    buffer_bytes(9 * packed.layout.record.stride)
     given, adopt = [], staging.host_memory
 
     def refuse(rows, words):

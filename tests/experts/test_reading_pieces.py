@@ -173,6 +173,12 @@ def test_where_direct_reads_take_any_address_nothing_is_moved(stacks, monkeypatc
     loader.close()
 
 
+@pytest.fixture
+def share_of(monkeypatch):
+    """Returns a function that says how many bytes of a record are read at a time."""
+    return lambda nbytes: monkeypatch.setattr(reader, "SHARE_BYTES", nbytes)
+
+
 def test_the_end_of_a_file_inside_a_block(tmp_path):
     """The last block of a direct read may be incomplete."""
     where, truth = write_stacks(tmp_path, files=1)
@@ -184,9 +190,9 @@ def test_the_end_of_a_file_inside_a_block(tmp_path):
     loader.close()
 
 
-def test_closing_between_two_pieces_of_a_record(stacks, monkeypatch):
+def test_closing_between_two_pieces_of_a_record(stacks, share_of):
     where, _ = stacks
-    monkeypatch.setattr(reader, "SHARE_BYTES", 1)
+    share_of(1)
     threads = set(threading.enumerate())
     loader = StreamedExperts(where, reader=ExpertReader(where, workers=1, preadv=slow))
     lease = loader.request(0, np.arange(EXPERTS))
@@ -199,9 +205,9 @@ def test_closing_between_two_pieces_of_a_record(stacks, monkeypatch):
 
 
 @pytest.mark.parametrize("share_bytes", [1, 1 << 20])
-def test_a_requested_guess_overtakes_other_guesses_with_all_its_pieces(stacks, monkeypatch, share_bytes):
+def test_a_requested_guess_overtakes_other_guesses_with_all_its_pieces(stacks, share_bytes, share_of):
     where, truth = stacks
-    monkeypatch.setattr(reader, "SHARE_BYTES", share_bytes)
+    share_of(share_bytes)
     gate, order = threading.Event(), []
 
     def preadv(file, places, start):
@@ -223,7 +229,7 @@ def test_a_requested_guess_overtakes_other_guesses_with_all_its_pieces(stacks, m
     loader.close()
 
 
-def test_resident_layers_are_kept_as_kernels_read_them(stacks, monkeypatch):
+def test_resident_layers_are_kept_as_kernels_read_them(stacks, backend_is, kernels_are):
     where, truth = stacks
     told = []
     source = ResidentExperts(where, "why", progress=lambda done, total: told.append((done, total)))
@@ -232,8 +238,8 @@ def test_resident_layers_are_kept_as_kernels_read_them(stacks, monkeypatch):
     source.close()
     with pytest.raises(ExpertIOError, match="closed"):
         source.request(0, np.array([0]))
-    monkeypatch.setattr(backend, "has_kernels", lambda: True)
-    monkeypatch.setattr(backend, "name", lambda: "cuda")  # the arrays are on the CPU; the code is that for CUDA
+    kernels_are(True)
+    backend_is("cuda")  # the arrays are on the CPU; the code is that for CUDA
     source = ResidentExperts(where)
     assert source.is_resident and isinstance(source.whole(0).blob, mx.array)
     for layer in (0, 1):
@@ -268,12 +274,12 @@ def test_memory_but_the_first_is_touched_before_it_is_filled(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_layers_are_read_by_portions_in_their_order(tmp_path, monkeypatch, device):
+def test_layers_are_read_by_portions_in_their_order(tmp_path, monkeypatch, device, backend_is, kernels_are):
     """On CUDA layers use two buffers in turn, and none is overwritten before it has been copied."""
     where, truth = write_stacks(tmp_path, layers=4)
     monkeypatch.setattr(resident, "PORTION_BYTES", 4 * where.layout.records[0].stride)
-    monkeypatch.setattr(backend, "has_kernels", lambda: device == "cuda")
-    monkeypatch.setattr(backend, "name", lambda: device)
+    kernels_are(device == "cuda")
+    backend_is(device)
     seen = []
 
     def check(layer, first, rows):

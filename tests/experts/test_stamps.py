@@ -42,8 +42,7 @@ def test_each_file_is_looked_at_once_a_second(opened, monkeypatch):
 
 @pytest.mark.parametrize("is_open", [True, False])
 @pytest.mark.parametrize("change", ["time", "length", "replaced", "removed"])
-def test_what_is_noticed(opened, change, is_open, monkeypatch):
-    monkeypatch.setattr(stamps, "LOOK_SECONDS", 0)
+def test_what_is_noticed(opened, change, is_open, files_are_looked_at):
     files = opened if is_open else {path: path for path in opened}
     made, path = of(opened), list(opened)[1]
     made.look(files)

@@ -19,7 +19,7 @@ from tiny_models import child_environment, on_cpu, tiny_directory, tiny_model, u
 
 from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.errors import DeviceError, ExpertIOError, ModelFileError
-from moeflux_mlx.experts import mapped, routed, stamps, waves
+from moeflux_mlx.experts import mapped, routed, waves
 from moeflux_mlx.experts.lookahead import MEMORY, WARMUP, Trial
 from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.memory import staging_memory
@@ -35,7 +35,7 @@ from moeflux_mlx.model.span import Span
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.model.weights import fill, read_resident
 from moeflux_mlx.opening.engine import load_model
-from moeflux_mlx.ops import backend, grouped
+from moeflux_mlx.ops import backend
 from moeflux_mlx.spec import ModelArgs
 
 EXPERTS, TOP_K = 16, 4
@@ -139,7 +139,7 @@ def test_a_steps_experts_are_asked_for_at_once_where_the_pool_has_room(copied, m
     for module in ("routed", "routing"):
         monkeypatch.setattr(f"moeflux_mlx.experts.{module}.LEASED_TOKENS", 1)
     asked, request = [], model.experts.request
-    monkeypatch.setattr(model.experts, "request", lambda layer, ids: asked.append(len(ids)) or request(layer, ids))
+    model.experts.request = lambda layer, ids: asked.append(len(ids)) or request(layer, ids)
     model.step([SequenceRows(model.make_cache(), [token]) for token in range(12)])
     layers = len(model.args.moe_layers)
     assert asked.count(12) == layers and len(asked) == (13 * layers if copied else layers)
@@ -200,8 +200,8 @@ def merciless(loader):
 @pytest.mark.usefixtures("plain_operations")
 @on_cpu()  # on CUDA the records are elsewhere
 @pytest.mark.parametrize("chunk", [1, 3, 20])
-def test_no_block_is_released_while_something_lazy_reads_it(chunk, small_waves, monkeypatch):
-    monkeypatch.setattr(grouped, "dense_from", lambda *_: 5)  # so that a wave is several products
+def test_no_block_is_released_while_something_lazy_reads_it(chunk, small_waves, dense_from_rows):
+    dense_from_rows(5)  # so that a wave is several products
     tokens, path = tokens_of("qwen3_moe"), tiny_directory("qwen3_moe")
     want = run(streamed(path), tokens, chunk)
     model = streamed(path, least_slots=4 * TOP_K, cache_bytes=1, adopt=staging_memory)  # MLX reads the pool's memory
@@ -291,8 +291,8 @@ def test_guesses_are_judged_by_what_their_layer_used(monkeypatch):
         ahead.update({layer: [expert for _, expert in begun] for layer, _ in keys[:1]})
         return begun
 
-    monkeypatch.setattr(model.experts, "request", note_use)
-    monkeypatch.setattr(model.experts, "hint", note_guess)
+    model.experts.request = note_use
+    model.experts.hint = note_guess
     cache = model.make_cache()
     for token in range(4):
         mx.eval(model(mx.array([[token]]), cache))
@@ -692,8 +692,7 @@ def test_a_replaced_file_is_served_only_after_the_next_open(replaceable, mode):
 
 @pytest.mark.skipif(backend.name() == "cuda", reason="the GPU has a copy of a mapped file")
 @pytest.mark.parametrize("options", [{"expert_io": "mmap"}, {"expert_io": "pread", "expert_cache_bytes": 1}], ids=str)
-def test_a_file_that_is_written_to_ends_the_request(replaceable, options, monkeypatch):
-    monkeypatch.setattr(stamps, "LOOK_SECONDS", 0)
+def test_a_file_that_is_written_to_ends_the_request(replaceable, options, files_are_looked_at):
     path, file, data = replaceable
     tokens, model = tokens_of("qwen3_moe"), load_model(path, dtype=mx.float32, **options)
     before = file.stat()
@@ -759,7 +758,7 @@ def test_an_adopted_file_cut_short_while_in_use(replaceable, monkeypatch):
         model(mx.array([[1]]), cache)
 
 
-def test_records_that_metal_does_not_adopt_are_reported(replaceable, monkeypatch):
+def test_records_that_metal_does_not_adopt_are_reported(replaceable, monkeypatch, backend_is):
     path, file, _ = replaceable
 
     def refuse(*_, **__):
@@ -767,7 +766,7 @@ def test_records_that_metal_does_not_adopt_are_reported(replaceable, monkeypatch
 
     monkeypatch.setattr(mx, "from_dlpack", refuse)
     packed = PackedExperts.open(path, ModelArgs.from_file(path))
-    monkeypatch.setattr(backend, "name", lambda: "metal")
+    backend_is("metal")
     with pytest.raises(ExpertIOError, match=f"Metal refuses {path}.*layer_00.bin.*without a copy.*--expert-io"):
         MappedExperts(packed)
     with pytest.raises(

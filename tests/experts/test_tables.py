@@ -16,7 +16,7 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx.convert import convert
 from moeflux_mlx.errors import ExpertIOError, ModelFileError
-from moeflux_mlx.experts import stamps, tables
+from moeflux_mlx.experts import tables
 from moeflux_mlx.experts.tables import FEW, FileTable
 from moeflux_mlx.formats.tables import FileRows, RowForm, TableFiles
 from moeflux_mlx.opening.engine import load_model
@@ -94,6 +94,12 @@ def rows_read(reader):
     return reader.bytes_read // reader.files.form.row_bytes
 
 
+@pytest.fixture
+def read_by(monkeypatch):
+    """Returns a function that replaces `os.preadv`."""
+    return lambda read: monkeypatch.setattr(os, "preadv", read)
+
+
 def test_each_row_is_read_once_and_kept_for_the_next_tokens(tmp_path):
     files, wanted = written(tmp_path, FORMS[2], 100, [40, 60], True)
     reader, numbers = FileTable(files), np.array([[[5, 7], [6, 7], [50, 8]]])
@@ -104,11 +110,11 @@ def test_each_row_is_read_once_and_kept_for_the_next_tokens(tmp_path):
     reader.close()
 
 
-def test_rows_of_a_prompt_are_read_together_and_not_kept(tmp_path, monkeypatch):
+def test_rows_of_a_prompt_are_read_together_and_not_kept(tmp_path, read_by):
     """The rows are read in file order, each once."""
     files, wanted = written(tmp_path, FORMS[2], 100, [40, 60], False)
     reader, read, right = FileTable(files), [], os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read.append(offset) or right(fd, buffers, offset))
+    read_by(lambda fd, buffers, offset: read.append(offset) or right(fd, buffers, offset))
     numbers = np.random.default_rng(1).integers(0, 100, (1, FEW, 2))
     got = np.array(reader.begin(numbers).take(3, 9).astype(mx.float32))[0]
     np.testing.assert_array_equal(got, wanted[numbers[0, 3:9]].reshape(6, -1))
@@ -117,12 +123,12 @@ def test_rows_of_a_prompt_are_read_together_and_not_kept(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("slow, most", [(1e9, 1), (0, tables.THREADS)])
-def test_threads_help_each_other_if_reads_are_slow(tmp_path, monkeypatch, slow, most):
+def test_threads_help_each_other_if_reads_are_slow(tmp_path, monkeypatch, slow, most, read_by):
     """From the page cache one thread reads all rows of a prompt."""
     files, wanted = written(tmp_path, FORMS[0], 3000, [3000], False)
     reader, threads, right = FileTable(files), set(), os.preadv
     monkeypatch.setattr(tables, "SLOW", slow)
-    monkeypatch.setattr(os, "preadv", lambda *given: threads.add(threading.get_ident()) or right(*given))
+    read_by(lambda *given: threads.add(threading.get_ident()) or right(*given))
     numbers = np.arange(3000).reshape(1, 1500, 2)
     got = np.array(reader.begin(numbers).take(0, 1500).astype(mx.float32))[0]
     np.testing.assert_array_equal(got, wanted[numbers[0]].reshape(1500, -1))
@@ -130,7 +136,7 @@ def test_threads_help_each_other_if_reads_are_slow(tmp_path, monkeypatch, slow, 
     reader.close()
 
 
-def test_closing_ends_a_prompts_reads(tmp_path, monkeypatch):
+def test_closing_ends_a_prompts_reads(tmp_path, read_by):
     """Rows that were not read are not given."""
     files, _ = written(tmp_path, FORMS[0], 20000, [20000], False)
     reader, right, begun = FileTable(files), os.preadv, threading.Event()
@@ -140,7 +146,7 @@ def test_closing_ends_a_prompts_reads(tmp_path, monkeypatch):
         time.sleep(0.001)
         return right(*given)
 
-    monkeypatch.setattr(os, "preadv", slow)
+    read_by(slow)
     pending = reader.begin(np.arange(20000).reshape(1, 10000, 2))
     begun.wait()
     reader.close()
@@ -150,8 +156,7 @@ def test_closing_ends_a_prompts_reads(tmp_path, monkeypatch):
             pending.take(0, 1)
 
 
-def test_a_file_that_is_written_to_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(stamps, "LOOK_SECONDS", 0)
+def test_a_file_that_is_written_to_is_an_error(tmp_path, files_are_looked_at):
     files, _ = written(tmp_path, FORMS[0], 10, [10], False)
     reader = FileTable(files)
     reader.begin(np.array([[[8]]])).take(0, 1)

@@ -15,7 +15,6 @@ from mistakes import TOLERANCE
 from tiny_models import logits_of_calls as logits
 from tiny_models import tiny_directory, tiny_model
 
-from moeflux_mlx import kinds
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.experts.lookahead import MEMORY, LayerGuesses
 from moeflux_mlx.kinds import HyperConnections
@@ -49,8 +48,8 @@ def test_calls_that_end_about_entries_and_the_budget(model, lengths):
 
 
 @pytest.mark.usefixtures("computing")
-def test_a_few_tokens_at_a_time_give_the_same(model, monkeypatch):
-    monkeypatch.setattr(kinds.index, "INDEX_VALUES", 1 << 8)
+def test_a_few_tokens_at_a_time_give_the_same(model, index_values):
+    index_values(1 << 8)
     assert model.args.mixers[1].rows_at_once(64, 64) < 3 and error(model) < TOLERANCE
 
 

@@ -16,7 +16,6 @@ from tiny_models import on_cpu
 
 from moeflux_mlx.convert import convert
 from moeflux_mlx.errors import ModelFileError
-from moeflux_mlx.experts import waves
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops.backend import of_kind
 from moeflux_mlx.quant import Quant
@@ -60,10 +59,10 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family, name", CASES)
-def test_logits_match_float64_and_every_source_gives_the_same_bits(made, family, name, monkeypatch):
+def test_logits_match_float64_and_every_source_gives_the_same_bits(made, family, name, wave_bytes):
     path, tokens, wanted = made(family, name)
     tokens = mx.array(tokens).reshape(1, -1)
-    monkeypatch.setattr(waves, "WAVE_BYTES", 2 * 16384)
+    wave_bytes(2 * 16384)
     mapped, read = load_model(path, dtype=mx.float32, expert_io="mmap"), streamed(path, least_slots=16, cache_bytes=1)
     for text, chunk in ((tokens, tokens.shape[1]), (tokens[:, :12], 1)):
         got = run(mapped, text, chunk)

@@ -13,7 +13,7 @@ from mistakes import TOLERANCE, broken, error
 from tiny_models import tiny_model
 
 from metal import msl
-from moeflux_mlx import kinds, layers
+from moeflux_mlx import layers
 from moeflux_mlx.experts.routing import finished
 from moeflux_mlx.kinds import GatedConnections, HyperConnections, IndependentConnections, Indexer, Residual
 from moeflux_mlx.mixers.latent import module, scoring
@@ -40,8 +40,8 @@ def test_calls_that_end_about_the_budget(family, beyond):
 
 @pytest.mark.usefixtures("computing")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_few_tokens_at_a_time_give_the_same(family, monkeypatch):
-    monkeypatch.setattr(kinds.index, "INDEX_VALUES", 1 << 12)
+def test_a_few_tokens_at_a_time_give_the_same(family, index_values):
+    index_values(1 << 12)
     model = tiny_model(family, mx.float32, "hub")
     rows = model.args.mixers[0].indexer.rows_at_once(64, 80)
     assert 1 <= rows < 20 and error(model, family=family) < TOLERANCE

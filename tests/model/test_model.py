@@ -267,7 +267,7 @@ def quantised(layer, rows, columns):
 
 
 @pytest.mark.parametrize("columns, calls", [(64, 0), (128, 1)])
-def test_cuda_multiplies_matrices_of_one_group_dense(monkeypatch, columns, calls):
+def test_cuda_multiplies_matrices_of_one_group_dense(monkeypatch, columns, calls, backend_is):
     """MLX's product of such matrices writes nothing on CUDA. A product in float32 rounds no weight, for scales of any
     dtype."""
     layer, product, seen = Weight(96, columns), mx.quantized_matmul, []
@@ -276,7 +276,7 @@ def test_cuda_multiplies_matrices_of_one_group_dense(monkeypatch, columns, calls
     exact = (part.astype(mx.float32) for part in (layer.scales, layer.biases))
     dense = mx.dequantize(layer.weight, *exact, group_size=64, bits=4)
     x = mx.array(np.random.default_rng(2).standard_normal((5, columns)).astype(np.float32))
-    monkeypatch.setattr(backend, "name", lambda: "cuda")
+    backend_is("cuda")
     monkeypatch.setattr(mx, "quantized_matmul", lambda *args, **more: seen.append(1) or product(*args, **more))
     assert mx.allclose(multiply(x, layer, transpose=True), x @ dense.T, atol=1e-4)
     assert len(seen) == calls
@@ -287,13 +287,13 @@ def products(layer, x):
 
 
 @on_cpu()  # on CUDA the halves are always used
-def test_on_a_gpu_the_halves_of_the_latent_projection_replace_it(monkeypatch):
+def test_on_a_gpu_the_halves_of_the_latent_projection_replace_it(kernels_are):
     heads, nope, v_dim, latent = 3, 64, 32, 128
     layer = mla.LatentProjection(heads, nope, v_dim, latent)
     quantised(layer, heads * (nope + v_dim), latent)
     x = mx.array(np.random.default_rng(3).standard_normal((1, heads, 5, latent)).astype(np.float32))
     before, bytes_before = products(layer, x), layer.weight.nbytes
-    monkeypatch.setattr(backend, "has_kernels", lambda: True)
+    kernels_are(True)
     layer.arrange()
     assert "weight" not in layer
     assert sum(half.weight.nbytes for half in layer.halves) == bytes_before

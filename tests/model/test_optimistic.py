@@ -146,7 +146,7 @@ def test_records_that_are_there_are_not_requested(monkeypatch, in_buffers):
 
 
 @pytest.mark.parametrize("host", [0, 1 << 30])
-def test_a_record_that_goes_while_its_layer_is_queued_is_still_used(monkeypatch, host):
+def test_a_record_that_goes_while_its_layer_is_queued_is_still_used(host):
     tokens = tokens_of("qwen3_moe")
     model = opened("qwen3_moe", ahead=False)
     want = run(model, tokens)
@@ -166,7 +166,7 @@ def test_a_record_that_goes_while_its_layer_is_queued_is_still_used(monkeypatch,
         assert accept(layer, ids, table) is has_all
         return has_all
 
-    monkeypatch.setattr(source, "accept", accept_later)
+    source.accept = accept_later
     assert np.array_equal(run(model, tokens), want) and len(gone) == 5
     source.close()
 
@@ -330,7 +330,7 @@ def test_the_pool_is_asked_between_groups_whether_memory_is_short(monkeypatch, t
     for _ in range(2):
         mx.eval(model(mx.array([tokens]), cache))
     asked, relieve = [], model.experts.relieve
-    monkeypatch.setattr(model.experts, "relieve", lambda **given: asked.append(1) or relieve(**given))
+    model.experts.relieve = lambda **given: asked.append(1) or relieve(**given)
     mx.eval(model(mx.array([tokens]), cache))
     groups = -(-(len(model.layers) + shorter) // together)
     assert len(asked) == 1 + groups  # and at the beginning of the call

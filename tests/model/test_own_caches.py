@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tiny_models import logits_of_calls as logits
 from tiny_models import tiny_model
 
-from moeflux_mlx import kinds
 from moeflux_mlx.caches.traced import REACH
 from moeflux_mlx.experts.routing import finished
 from moeflux_mlx.mixers.registry import cache_numbers
@@ -86,9 +85,9 @@ def test_what_is_cut_kept_or_saved_goes_on_alike(family, lengths, back, way):
 
 @pytest.mark.usefixtures("computing")
 @pytest.mark.parametrize("family", ["glm5_next", "minimax_m3_vl", "qwen4_exp"])
-def test_a_few_tokens_at_a_time_give_the_same(family, monkeypatch):
+def test_a_few_tokens_at_a_time_give_the_same(family, index_values):
     model, tokens = opened(family)
-    monkeypatch.setattr(kinds.index, "INDEX_VALUES", 1 << 12)
+    index_values(1 << 12)
     assert np.abs(logits(model, tokens, (64,)) - goldens.golden(family)[1]).max() < 2e-4
 
 

@@ -10,7 +10,6 @@ from tiny_models import tiny_model
 
 from metal import fast, msl
 from moeflux_mlx.errors import SnapshotError
-from moeflux_mlx.ops import linear
 from moeflux_mlx.state.snapshot import load_state, save_state
 
 
@@ -51,8 +50,7 @@ def test_every_form_rotates_by_position(monkeypatch, family, kind):
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3"])
-def test_kernels_rotate_by_position(monkeypatch, family):
-    monkeypatch.setattr(linear, "PAYS_FROM", 0)
+def test_kernels_rotate_by_position(monkeypatch, family, small_products):
     monkeypatch.setattr(mx.fast, "rope", fast.rope)
     model, parts = tiny_model(family, mx.float32), (9, [3], [4])
     want = logits(model, PROMPT, *parts)

@@ -35,11 +35,11 @@ def model_of(family, **options):
 
 
 @pytest.fixture
-def computing(request, monkeypatch):
+def computing(request, monkeypatch, dense_from_rows):
     """Computes with native kernels on the CPU, and with MLX's operations, where experts are dequantised in pieces."""
     if request.param == "operations":
         use_plain_operations(monkeypatch)
-        monkeypatch.setattr(grouped, "dense_from", lambda *_: 4)
+        dense_from_rows(4)
         monkeypatch.setattr(grouped, "PIECE_ROWS", 48)
     return request.param
 
@@ -205,16 +205,16 @@ def test_an_interruption_between_two_layers_is_undone(monkeypatch):
     assert absorbed(prefill) is logits  # nothing is left to do
 
 
-def test_a_call_that_fails_leaves_the_caches_as_they_were(monkeypatch):
+def test_a_call_that_fails_leaves_the_caches_as_they_were():
     tokens, _ = prompt("qwen3_next")
     model = model_of("qwen3_next")
     cache = model.make_cache()
     model(tokens[None, :20], cache)
     before, experts = bits(mx.zeros(1), cache), model.layers[2].mlp.experts
-    monkeypatch.setattr(model.layers[2].mlp, "experts", None)
+    model.layers[2].mlp.experts = None
     with pytest.raises(AssertionError):
         model(tokens[None, 20:], cache)
-    monkeypatch.setattr(model.layers[2].mlp, "experts", experts)
+    model.layers[2].mlp.experts = experts
     assert same(bits(mx.zeros(1), cache), before)
 
 
@@ -235,7 +235,7 @@ def test_states_on_the_way_are_those_of_a_shorter_text():
                 np.testing.assert_allclose(np.array(got), np.array(want), atol=5e-5 if backend.has_kernels() else 1e-5)
 
 
-def test_a_failed_read_leaves_a_span_that_goes_on(monkeypatch):
+def test_a_failed_read_leaves_a_span_that_goes_on():
     tokens, _ = prompt("qwen3_next")
     model = model_of("qwen3_next", **MODES["a small pool"])
     cache = model.make_cache()
@@ -248,11 +248,11 @@ def test_a_failed_read_leaves_a_span_that_goes_on(monkeypatch):
             raise OSError("unplugged")
         return request(layer, ids)
 
-    monkeypatch.setattr(model.experts, "request", failing)
+    model.experts.request = failing
     with pytest.raises(OSError, match="unplugged"):
         absorbed(prefill)
     assert prefill.half is not None and prefill.half.layer == model.args.moe_layers[2]
-    monkeypatch.setattr(model.experts, "request", request)
+    model.experts.request = request
     assert same(bits(absorbed(prefill), cache), wanted)
     model.experts.close()
 

@@ -24,7 +24,7 @@ from moeflux_mlx.model import compiled
 from moeflux_mlx.model.compiled import DecodeStep
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.opening.engine import load_model
-from moeflux_mlx.ops import backend, linear
+from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.launch import Launch
 from moeflux_mlx.ops.rows import StepRows
 
@@ -171,9 +171,8 @@ def test_rows_of_the_compiled_step_have_the_same_bits(monkeypatch, family):
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss", full("gemma4")])
-def test_rows_of_the_kernels_have_the_same_bits(monkeypatch, family):
+def test_rows_of_the_kernels_have_the_same_bits(family, small_products):
     """Metal's source is executed by the harness."""
-    monkeypatch.setattr(linear, "PAYS_FROM", 0)
     model = tiny_model(family, mx.float32)
     with msl.launching():
         check(model, Alone(model), [(), ()], [([(3, 4), (3,)], [1, 1]), ([(4,), ()], [1, 0])])
@@ -183,9 +182,8 @@ def test_rows_of_the_kernels_have_the_same_bits(monkeypatch, family):
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", [full(family) for family in ("deepseek_v32", *CHOOSING)])
-def test_rows_that_choose_positions_have_the_same_bits(monkeypatch, family):
+def test_rows_that_choose_positions_have_the_same_bits(family, small_products):
     """The first sequence is behind the budget, the other before or about it."""
-    monkeypatch.setattr(linear, "PAYS_FROM", 0)
     model = tiny_model(family, mx.float32)
     with msl.launching():
         check(model, Alone(model), [tuple(PROMPT), tuple(PROMPT[:11])], [([(3, 4), (3,)], [1, 0])])

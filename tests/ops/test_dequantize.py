@@ -106,8 +106,7 @@ def test_a_planted_fault_is_caught(host, monkeypatch, file, old, new):
 
 @msl.needed
 @pytest.mark.parametrize("H, I", [(2048, 512), (4096, 1024), (7168, 2048)])
-def test_source_compiles_for_named_shapes(monkeypatch, H, I):
-    monkeypatch.setattr(msl.TextKernel, "texts", [])
+def test_source_compiles_for_named_shapes(H, I, no_texts):
     record = Record.make(H, I)
     with msl.launching(msl.TextKernel):
         dequantized_records(

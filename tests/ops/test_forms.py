@@ -12,7 +12,7 @@ from metal import msl
 from moeflux_mlx import quant as quant_module
 from moeflux_mlx.formats.record import Record, rounded
 from moeflux_mlx.opening.random_weights import random_parts
-from moeflux_mlx.ops import backend, experts, forms, linear, native
+from moeflux_mlx.ops import experts, forms, linear, native
 from moeflux_mlx.ops.dequantize import dequantized_records
 from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.matrix import Part, dequantized, part_of_heads
@@ -511,11 +511,11 @@ def test_random_weights_of_a_form_keep_the_size_of_their_input(quant, kind):
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("group", [32, 128])
-def test_one_bit_is_unpacked_without_mlx_on_cuda(monkeypatch, group, dtype):
+def test_one_bit_is_unpacked_without_mlx_on_cuda(monkeypatch, group, dtype, backend_is):
     values = mx.random.normal((2, 5, 256), key=mx.random.key(group)).astype(dtype)
     parts = mx.quantize(values, group, 1)
     wanted = mx.dequantize(*parts, group, 1)
-    monkeypatch.setattr(backend, "name", lambda: "cuda")
+    backend_is("cuda")
     monkeypatch.delattr(mx, "dequantize")
     got = forms.unpacked(Quant(1, group), *parts)
     assert got.dtype == dtype and mx.array_equal(got, wanted)

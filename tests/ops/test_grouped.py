@@ -153,14 +153,14 @@ def test_blocks_are_as_long_as_a_tile_of_the_chip(monkeypatch, name, rows):
 
 @pytest.mark.usefixtures("plain_operations")
 @pytest.mark.parametrize("dense_from, sizes", drawn([1, 8, 10**9], [(16, 16384), (64, 16384), (4, 24)]))
-def test_every_way_of_multiplying_gives_the_same(monkeypatch, sizes, dense_from):
+def test_every_way_of_multiplying_gives_the_same(monkeypatch, sizes, dense_from, dense_from_rows):
     """Products from codes in blocks, from dequantised experts and in pieces are equal up to rounding."""
     model = load_model(tiny_directory("qwen3_moe"), dtype=mx.float32)
     tokens = mx.array(np.random.default_rng(4).integers(0, 240, (1, 45)))
     by_rows = np.array(model(tokens))
     block, piece = sizes
     monkeypatch.setitem(grouped.BLOCK_ROWS, backend.name(), block)
-    monkeypatch.setattr(grouped, "dense_from", lambda *_: dense_from)
+    dense_from_rows(dense_from)
     monkeypatch.setattr(grouped, "PIECE_ROWS", piece)
     np.testing.assert_allclose(np.array(model(tokens)), by_rows, atol=2e-5)
     monkeypatch.setattr(grouped, "arrange", shifted(grouped.arrange))

@@ -11,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import drawn
 from tiny_models import tiny_directory
 
 from moeflux_mlx.caches.recurrent import RecurrentCache
@@ -19,7 +20,7 @@ from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.opening import engine, kernel_cache, launches
 from moeflux_mlx.opening.random_weights import Shapes
 from moeflux_mlx.opening.weights import open_weights
-from moeflux_mlx.ops import kernel_files, launch, linear
+from moeflux_mlx.ops import kernel_files, launch
 from moeflux_mlx.ops.kernel_files import Program, hash_of, keep
 from moeflux_mlx.ops.launch import Kernel, KernelText
 from moeflux_mlx.ops.stand_ins import standing_in
@@ -124,7 +125,10 @@ def test_every_text_for_metal_forbids_contraction_from_its_first_line_on(family)
     assert all(one.kernel.header.startswith("#pragma METAL fp contract(off)\n") for one in programs)
 
 
-@pytest.fixture(params=["cuda", "metal"])
+TARGETS = ["cuda", "metal"]
+
+
+@pytest.fixture(params=TARGETS)
 def target(request):
     """A GPU's backend: this machine's, or one that computes nothing."""
     here = next((name for name in ("cuda", "metal") if getattr(mx, name).is_available()), request.param)
@@ -173,11 +177,18 @@ def noted(target, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # of weights that nothing has computed
-@pytest.mark.parametrize("expert_io", ["resident", "pread"])
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss", "mimo_v2_flash", "nemotron_h"])
-def test_kernels_are_known_when_a_model_is_loaded(family, expert_io, target, noted, monkeypatch):
+@pytest.mark.parametrize(
+    "family, expert_io, target",
+    drawn(
+        ["qwen3_5_moe", "deepseek_v3", "gpt_oss", "mimo_v2_flash", "nemotron_h"],
+        ["resident", "pread"],
+        TARGETS,
+        turns=2,
+    ),
+    indirect=["target"],
+)
+def test_kernels_are_known_when_a_model_is_loaded(family, expert_io, target, noted, monkeypatch, small_products):
     """Checks all kernels that one token, prompts and several sequences use."""
-    monkeypatch.setattr(linear, "PAYS_FROM", 1)
     directory = tiny_directory(family)
     known = {compiled_as(one) for one in kernel_cache.programs_of(shapes_of(directory), CODE, target=target)}
     model = engine.load_model(directory, dtype=mx.bfloat16, expert_io=expert_io, set={"keep_warm": "off"})

@@ -13,7 +13,7 @@ from moeflux_mlx.files import directory
 from moeflux_mlx.layers import Linear
 from moeflux_mlx.model.weights import arrange
 from moeflux_mlx.opening.engine import load_model
-from moeflux_mlx.ops import launch, linear
+from moeflux_mlx.ops import launch
 from moeflux_mlx.ops.launch import Kernel, Launch, in_turn, pack
 from moeflux_mlx.ops.stand_ins import standing_in
 from moeflux_mlx.quant import EXPERTS
@@ -152,7 +152,7 @@ def test_cuda_source_names_existing_files(monkeypatch):
 
 
 @msl.needed
-def test_a_packed_matrix_gives_the_same_bits(handed, host, monkeypatch):
+def test_a_packed_matrix_gives_the_same_bits(handed, host, small_products):
     layer, other = (Linear(128, 96) for _ in range(2))
     rng = np.random.default_rng(3)
     for each in (layer, other):
@@ -165,7 +165,6 @@ def test_a_packed_matrix_gives_the_same_bits(handed, host, monkeypatch):
     for name, value in parts.items():
         setattr(layer, name, value)
         setattr(other, name, value)
-    monkeypatch.setattr(linear, "PAYS_FROM", 0)
     layer.pack()
     for name, value in parts.items():
         assert mx.array_equal(layer[name], value)
@@ -183,8 +182,7 @@ def test_a_packed_matrix_gives_the_same_bits(handed, host, monkeypatch):
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.full), "qwen3_5_moe"])
-def test_a_packed_model_gives_the_same_bits_from_fewer_arrays(handed, monkeypatch, family):
-    monkeypatch.setattr(linear, "PAYS_FROM", 0)
+def test_a_packed_model_gives_the_same_bits_from_fewer_arrays(handed, family, small_products):
 
     model = load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io="mmap")
     logits, counts = [], []

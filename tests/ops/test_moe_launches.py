@@ -497,9 +497,8 @@ def stored(rows, columns, bits=4):
 
 @msl.needed
 @pytest.mark.parametrize("name", one_in_three(NAMED))
-def test_an_moe_layer_is_three_launches(monkeypatch, name):
+def test_an_moe_layer_is_three_launches(name, no_texts):
     """The source of these launches compiles for every variant."""
-    monkeypatch.setattr(msl.TextKernel, "texts", [])
     H, I, rule, bits, gate = NAMED[name]
     record, h = Record.make(H, I, **(BIASED if rule.logit_bias else {})), mx.zeros((1, H), mx.bfloat16)
     records = Records(mx.zeros((rule.experts, record.stride // 4), mx.uint32), record)

@@ -245,9 +245,8 @@ SMALL = {
 
 
 @pytest.fixture
-def kernels(monkeypatch):
+def kernels(monkeypatch, small_products):
     monkeypatch.setitem(TILES, "metal", TILES["metal"] | SMALL)
-    monkeypatch.setattr(linear, "PAYS_FROM", 0)
     linear.plan.cache_clear()
     with msl.launching():
         yield

@@ -13,7 +13,7 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx.cli.opening import shapes_of
 from moeflux_mlx.opening.engine import load_model
-from moeflux_mlx.ops import backend, launch, linear
+from moeflux_mlx.ops import launch
 from moeflux_mlx.ops.tiles import CODE, Tile, Tiles, using
 from moeflux_mlx.spec import variants
 from moeflux_mlx.tools import tuning
@@ -58,13 +58,12 @@ class Most(Tiles):
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def launches(monkeypatch, small_products, backend_is):
     """Records the launches of a function, with a limit for each kernel."""
-    monkeypatch.setattr(linear, "PAYS_FROM", 0)
 
     def of(run, limit):
         pipelines = Pipelines(limit)
-        monkeypatch.setattr(backend, "name", lambda: "metal")
+        backend_is("metal")
         monkeypatch.setattr(mx.fast, "metal_kernel", pipelines)
         launch.built.cache_clear()
         run()

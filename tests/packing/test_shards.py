@@ -221,14 +221,20 @@ def test_a_moved_branch_does_not_matter_to_a_conversion_that_has_begun(hub, whol
 # ---- the disk ----
 
 
-def test_a_disk_that_is_too_small_is_found_before_a_shard_comes(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 100_000))
+def test_a_disk_that_is_too_small_is_found_before_a_shard_comes(hub, tmp_path, free_disk):
+    free_disk(100_000)
     with pytest.raises(ModelFileError, match="more bytes .* and 100000 .* are free; free some disk space"):
         convert("org/model", tmp_path / "out")
     assert not hub.fetched()
 
 
-def test_a_disk_that_fills_up_on_the_way(hub, whole, tmp_path, monkeypatch):
+@pytest.fixture
+def write_by(monkeypatch):
+    """Returns a function that replaces `os.pwrite`."""
+    return lambda write: monkeypatch.setattr(shards.os, "pwrite", write)
+
+
+def test_a_disk_that_fills_up_on_the_way(hub, whole, tmp_path, write_by):
     real, room = os.pwrite, [300_000]
 
     def pwrite(descriptor, data, offset):
@@ -237,7 +243,7 @@ def test_a_disk_that_fills_up_on_the_way(hub, whole, tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(descriptor, data, offset)
 
-    monkeypatch.setattr(shards.os, "pwrite", pwrite)
+    write_by(pwrite)
     with pytest.raises(ModelFileError, match="cannot be written: No space left on device; run the same command"):
         convert("org/model", tmp_path / "out")
     room[0] = 1 << 40
@@ -245,14 +251,14 @@ def test_a_disk_that_fills_up_on_the_way(hub, whole, tmp_path, monkeypatch):
     assert tree(tmp_path / "out") == whole
 
 
-def test_a_shard_is_kept_if_reading_back_fails(hub, whole, tmp_path, monkeypatch):
+def test_a_shard_is_kept_if_reading_back_fails(hub, whole, tmp_path, write_by):
     real, lost = os.pwrite, [3]
 
     def pwrite(descriptor, data, offset):
         lost[0] -= 1
         return len(data) if lost[0] == 0 else real(descriptor, data, offset)
 
-    monkeypatch.setattr(shards.os, "pwrite", pwrite)
+    write_by(pwrite)
     with pytest.raises(
         ModelFileError, match=f"has other bytes than those made from {NAMES[0]}, read back from the disk"
     ):
@@ -427,7 +433,7 @@ def test_a_conversion_that_ends_while_the_journal_is_removed_is_finished_later(h
     assert (tree(out).keys() - {JOURNAL}) == whole.keys()
 
 
-def test_a_shard_is_deleted_only_when_all_that_was_written_is_durable(own, tmp_path, monkeypatch):
+def test_a_shard_is_deleted_only_when_all_that_was_written_is_durable(own, tmp_path, monkeypatch, write_by):
     pwrite, sync, unlink, unsynced, gone = os.pwrite, shards.sync, Path.unlink, set(), []
 
     def write(descriptor, data, offset):
@@ -444,7 +450,7 @@ def test_a_shard_is_deleted_only_when_all_that_was_written_is_durable(own, tmp_p
             assert not unsynced
         unlink(path, **options)
 
-    monkeypatch.setattr(shards.os, "pwrite", write)
+    write_by(write)
     monkeypatch.setattr(shards, "sync", durable)
     monkeypatch.setattr(Path, "unlink", delete)
     convert(own, tmp_path / "out", delete_source=True)

@@ -252,13 +252,19 @@ def test_an_unknown_name_is_not_found():
         assert live.post("/v1/chat/completions", {"messages": HI})["model"] == "a"
 
 
+@pytest.fixture
+def group_seconds(monkeypatch):
+    """Returns a function that says how long requests for the loaded model go first."""
+    return lambda seconds: monkeypatch.setattr(switch, "GROUP_SECONDS", seconds)
+
+
 def held_and_waiting(live):
     """Returns how many requests use the loaded model, and how many wait."""
     return live.models.loaded.uses, live.models.queue - live.worker.queue
 
 
-def test_requests_for_a_model_go_together(monkeypatch):
-    monkeypatch.setattr(switch, "GROUP_SECONDS", 60)
+def test_requests_for_a_model_go_together(group_seconds):
+    group_seconds(60)
     loads = Loads("a", "b")
     loads.may_answer.clear()
     with Live(loads.of) as live, ThreadPoolExecutor(12) as clients:
@@ -272,15 +278,15 @@ def test_requests_for_a_model_go_together(monkeypatch):
     assert loads.order == ["a", "b"]
 
 
-def test_a_request_after_the_time_of_a_group_waits_behind_the_others(monkeypatch):
-    monkeypatch.setattr(switch, "GROUP_SECONDS", 60)
+def test_a_request_after_the_time_of_a_group_waits_behind_the_others(group_seconds):
+    group_seconds(60)
     loads = Loads("a", "b")
     loads.may_answer.clear()
     with Live(loads.of) as live, ThreadPoolExecutor(4) as clients:
         asked = []
         for name, counts in (("a", (1, 0)), ("b", (1, 1)), ("a", (2, 1)), ("a", (2, 2))):
             if counts == (2, 2):  # the time of the group is over
-                monkeypatch.setattr(switch, "GROUP_SECONDS", 0)
+                group_seconds(0)
                 live.models.loaded.seconds = 0.0
             asked.append(clients.submit(ask, live, name))
             wait_for(lambda counts=counts: held_and_waiting(live) == counts)
@@ -289,8 +295,8 @@ def test_a_request_after_the_time_of_a_group_waits_behind_the_others(monkeypatch
     assert loads.order == ["a", "b", "a"]
 
 
-def test_a_model_in_demand_does_not_block_others(monkeypatch):
-    monkeypatch.setattr(switch, "GROUP_SECONDS", 0.1)
+def test_a_model_in_demand_does_not_block_others(group_seconds):
+    group_seconds(0.1)
     loads, over = Loads("a", "b", token_seconds=0.01), threading.Event()
     with Live(loads.of) as live, ThreadPoolExecutor(4) as clients:
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tiny_models import tiny_directory
 
 from moeflux_mlx.errors import ExpertIOError, RankError, RankStopped
-from moeflux_mlx.experts import waves
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import arrangement, backend, grouped
 from moeflux_mlx.several.experts import Owners, RankedExperts
@@ -78,11 +77,13 @@ def ranked(family, exchange, owners, dtype=mx.float32, **options):
 
 
 @pytest.mark.parametrize("dense_from, on_device", drawn([1, 32], [False, True]))
-def test_the_bits_and_products_of_one_process_on_mlx_side(monkeypatch, on_device, dense_from):
+def test_the_bits_and_products_of_one_process_on_mlx_side(
+    monkeypatch, on_device, dense_from, dense_from_rows, wave_bytes
+):
     """A product's bits may depend on its shape, so no product may be computed that one process does not compute."""
-    monkeypatch.setattr(grouped, "dense_from", lambda *_: dense_from)
+    dense_from_rows(dense_from)
     monkeypatch.setattr(arrangement, "LEAST_STEP", 1)
-    monkeypatch.setattr(waves, "WAVE_BYTES", 5 * 10240)
+    wave_bytes(5 * 10240)
     right, made = grouped.dense_ffn, set()
     monkeypatch.setattr(grouped, "dense_ffn", lambda *a: made.add(tuple(one.shape for one in a[:3])) or right(*a))
     family = "qwen3_5_moe"

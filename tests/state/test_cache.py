@@ -7,7 +7,6 @@ import pytest
 from moeflux_mlx.caches import growing
 from moeflux_mlx.mixers.grouped.cache import KVCache
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
-from moeflux_mlx.ops import backend
 
 HEADS, WIDTH = 2, 8
 PART = GroupedQuery(HEADS, HEADS, WIDTH, None)
@@ -23,23 +22,13 @@ def attend(kv, length, seed):
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=kv.mask(length)), k.shape[2]
 
 
-@pytest.fixture
-def on_gpu(monkeypatch):
-    """Makes the caches treat the default device as a GPU."""
-
-    def switch(on):
-        monkeypatch.setattr(backend, "has_kernels", lambda: on)
-
-    return switch
-
-
 @pytest.mark.parametrize("lengths", [[5, 1, 1], [1, 1], [255, 1, 1], [300, 1, 2, 1]])
-def test_one_token_on_a_gpu_attends_over_the_capacity_and_sees_the_same(lengths, on_gpu):
+def test_one_token_on_a_gpu_attends_over_the_capacity_and_sees_the_same(lengths, kernels_are):
     whole, part = KVCache(PART), KVCache(PART)
     for seed, length in enumerate(lengths):
-        on_gpu(True)
+        kernels_are(True)
         got, seen = attend(whole, length, seed)
-        on_gpu(False)
+        kernels_are(False)
         want, positions = attend(part, length, seed)
         assert positions == part.offset == whole.offset
         assert seen == (whole.keys.shape[2] if length == 1 else positions)
@@ -70,8 +59,8 @@ def test_a_copy_does_not_see_what_the_original_goes_on_with():
     assert all(np.array_equal(np.array(array), old) for array, old in zip(copy.stored(), before, strict=True))
 
 
-def test_entries_that_were_trimmed_are_not_seen(on_gpu):
-    on_gpu(True)
+def test_entries_that_were_trimmed_are_not_seen(kernels_are):
+    kernels_are(True)
     whole, fresh = KVCache(PART), KVCache(PART)
     attend(whole, 7, 0)
     whole.trim(3)
@@ -79,8 +68,8 @@ def test_entries_that_were_trimmed_are_not_seen(on_gpu):
     assert mx.array_equal(attend(whole, 1, 9)[0], attend(fresh, 1, 9)[0])
 
 
-def test_a_mask_with_one_position_too_many_is_noticed(on_gpu, monkeypatch):
+def test_a_mask_with_one_position_too_many_is_noticed(kernels_are, monkeypatch):
     up_to = growing.up_to
     monkeypatch.setattr(growing, "up_to", lambda position, capacity: up_to(position + 1, capacity))
     with pytest.raises(AssertionError):
-        test_one_token_on_a_gpu_attends_over_the_capacity_and_sees_the_same([5, 1], on_gpu)
+        test_one_token_on_a_gpu_attends_over_the_capacity_and_sees_the_same([5, 1], kernels_are)

@@ -16,7 +16,7 @@ from moeflux_mlx.mixers.grouped import op as attend
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.registry import make_caches, untrimmable_bytes
 from moeflux_mlx.model.step import MAX_OF_SEQUENCE
-from moeflux_mlx.ops import backend, causal_parts
+from moeflux_mlx.ops import causal_parts
 from moeflux_mlx.planning.budget import state_bytes
 from moeflux_mlx.spec import ModelArgs
 from moeflux_mlx.state.rewind import RewindPoints
@@ -51,10 +51,10 @@ def close(got, position, window, chunked=False):
 
 
 @pytest.fixture(params=[False, True], ids=["plain operations", "as on a GPU"])
-def on_gpu(request, monkeypatch):
+def on_gpu(request, kernels_are):
     """Lets a single token attend to all slots, as on a GPU without a kernel for it."""
     if request.param:
-        monkeypatch.setattr(backend, "has_kernels", lambda: True)
+        kernels_are(True)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -179,9 +179,9 @@ def test_another_text_diverges_from_it():
 
 
 @pytest.mark.parametrize("kind", [traced.FixedRing, traced.FixedChunks])
-def test_its_traced_stand_in_gives_the_same(monkeypatch, kind):
+def test_its_traced_stand_in_gives_the_same(kind, kernels_are):
     cache, other = (window_cache(5, kind is traced.FixedChunks) for _ in range(2))
-    monkeypatch.setattr(backend, "has_kernels", lambda: True)
+    kernels_are(True)
     for one in (cache, other):
         feed(one, 2)
     for _ in range(30):
@@ -213,8 +213,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_fault_is_caught(monkeypatch, name):
-    monkeypatch.setattr(backend, "has_kernels", lambda: True)
+def test_planted_fault_is_caught(monkeypatch, name, kernels_are):
+    kernels_are(True)
     FAULTS[name](monkeypatch)
     with pytest.raises(AssertionError):
         test_each_position_sees_its_window_or_its_chunk(None, False)

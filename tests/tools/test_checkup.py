@@ -45,7 +45,7 @@ def test_other_weights_of_the_chosen_experts_are_seen(monkeypatch):
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("given", [384, 1024])
-def test_the_threads_that_metal_gives_are_found(monkeypatch, given):
+def test_the_threads_that_metal_gives_are_found(given, no_texts):
     """Checks MLX's words of refusal, and that the kernel compiles."""
 
     class Kernel(msl.TextKernel):
@@ -58,7 +58,6 @@ def test_the_threads_that_metal_gives_are_found(monkeypatch, given):
             words = f"Thread group size ({threadgroup[0]}) is greater than  the maximum allowed threads per threadgroup"
             raise ValueError(f"{words} ({self.limit}).")
 
-    monkeypatch.setattr(msl.TextKernel, "texts", [])
     with msl.launching(Kernel):
         assert checkup.thread_limits() == (given, 1024)
     assert len(msl.TextKernel.texts) == 2

@@ -58,9 +58,8 @@ TINY = {
 
 
 @pytest.fixture
-def host(monkeypatch):
+def host(monkeypatch, small_products):
     """Runs the kernels' source on this machine, for products of any size."""
-    monkeypatch.setattr(linear, "PAYS_FROM", 1)
     monkeypatch.setattr(tuning, "MOST_LAYERS", 4)
     monkeypatch.setattr(tuning, "LEAST_BYTES", 1)
     monkeypatch.setattr(tuning, "ROWS", (1, 2, 40))
@@ -154,24 +153,33 @@ def test_tiles_that_do_not_build_are_not_right(kind):
     assert not tuning.is_right(Refused(), CODE, Tiles())
 
 
+@pytest.fixture
+def judge_by(monkeypatch):
+    """Returns a function that says whether all values are right, and what takes times."""
+
+    def judge(is_right, timed):
+        monkeypatch.setattr(tuning, "is_right", lambda *_: is_right)
+        monkeypatch.setattr(tuning, "timed", timed)
+
+    return judge
+
+
 def test_a_value_that_is_missing_is_infinitely_wrong():
     want = mx.array([1.0, 2.0])
     assert tuning.difference(mx.array([1.0, float("nan")]), want) == float("inf")
     assert tuning.difference(mx.array([1.0, 2.1]), want) == pytest.approx(0.05)
 
 
-def test_measurements_alternate(monkeypatch):
+def test_measurements_alternate(judge_by):
     """If a machine slows down during a measurement, no tile has an advantage."""
     one, other, turns = Tiles(), Tiles(), []
-    monkeypatch.setattr(tuning, "is_right", lambda *_: True)
-    monkeypatch.setattr(tuning, "timed", lambda work, tiles: turns.append(tiles) or 1.1 ** len(turns))
+    judge_by(True, lambda work, tiles: turns.append(tiles) or 1.1 ** len(turns))
     assert tuning.measured(None, one, other) == pytest.approx(1 / 1.1)
     assert turns == [one, other] * (tuning.ROUNDS + 1)
 
 
-def test_wrong_values_are_never_measured(monkeypatch):
-    monkeypatch.setattr(tuning, "is_right", lambda *_: False)
-    monkeypatch.setattr(tuning, "timed", None)
+def test_wrong_values_are_never_measured(judge_by):
+    judge_by(False, None)
     assert tuning.measured(None, CODE, Tiles()) == 0
 
 
@@ -185,9 +193,9 @@ def gains(changes):
 
 
 @pytest.fixture
-def metal(monkeypatch):
+def metal(monkeypatch, backend_is):
     """The function that measures, for work of the right kind."""
-    monkeypatch.setattr(backend, "name", lambda: "metal")
+    backend_is("metal")
     for name in ("token_work", "prompt_work"):
         monkeypatch.setattr(tuning, name, lambda shapes, name=name: name)
 
@@ -262,15 +270,20 @@ def test_random_weights_are_of_a_trained_models_size(quant):
 
 
 @pytest.fixture
+def tiny_work(monkeypatch):
+    """The command's model is tiny."""
+    monkeypatch.setattr(command, "shapes_of", lambda options: tiny_shapes())
+
+
+@pytest.fixture
 def cached(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(file_of, "gpu_name", lambda: "a made-up GPU")
-    monkeypatch.setattr(command, "gpu_name", lambda: "a made-up GPU")
+    for module in (file_of, command):
+        monkeypatch.setattr(module, "gpu_name", lambda: "a made-up GPU")
     return tmp_path / "moeflux" / "tiles.json"
 
 
-def test_tiles_are_found_stored_shown_used_and_forgotten(metal, cached, monkeypatch, capsys):
-    monkeypatch.setattr(command, "shapes_of", lambda options: tiny_shapes())
+def test_tiles_are_found_stored_shown_used_and_forgotten(metal, cached, monkeypatch, capsys, tiny_work):
     assert command.main(["--variant", variants()[0]]) == 0
     out = capsys.readouterr().out
     assert "expert_gate_up halves 1, qmv halves 1" in out and "1.20 times as fast, kept" in out
@@ -283,9 +296,8 @@ def test_tiles_are_found_stored_shown_used_and_forgotten(metal, cached, monkeypa
     assert file_of.choose("auto").found == {}
 
 
-def test_a_gain_below_two_percent_is_not_kept(metal, cached, monkeypatch):
+def test_a_gain_below_two_percent_is_not_kept(metal, cached, monkeypatch, tiny_work):
     monkeypatch.setenv("MOEFLUX_TILES", "auto")
-    monkeypatch.setattr(command, "shapes_of", lambda options: tiny_shapes())
     for gain, found in ((1.015, {}), (1.03, merged(METAL))):
         monkeypatch.setattr(tuning, "measured", lambda *_, gain=gain: gain)
         assert command.main([]) == 0
@@ -307,9 +319,8 @@ def test_mistakes_are_one_line(arguments, message, host, cached, capsys):
 
 
 @pytest.mark.parametrize("name", ["ops", "cuda"])
-def test_only_apple_gpus_have_tiles_to_try(monkeypatch, cached, capsys, name):
-    monkeypatch.setattr(backend, "name", lambda: name)
-    monkeypatch.setattr(command, "shapes_of", lambda options: tiny_shapes())
+def test_only_apple_gpus_have_tiles_to_try(cached, capsys, name, backend_is, tiny_work):
+    backend_is(name)
     assert command.main([]) == 0
     out = capsys.readouterr().out
     assert "only on Apple GPUs" in out and out.count("\n") == 1 and not cached.exists()

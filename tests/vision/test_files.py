@@ -120,6 +120,12 @@ def decoded(monkeypatch):
     return files
 
 
+@pytest.fixture
+def keep_bytes(monkeypatch):
+    """Returns a function that says how many bytes of images are kept."""
+    return lambda nbytes: monkeypatch.setattr(reader, "KEPT_BYTES", nbytes)
+
+
 def test_a_file_is_decoded_once_also_by_several_threads(pillow, decoded):
     read, (one, other) = PictureReader(AS_IT_IS, 0, True), (image_goldens.png(FAMILY, number) for number in range(2))
     with ThreadPoolExecutor(4) as threads:
@@ -128,14 +134,14 @@ def test_a_file_is_decoded_once_also_by_several_threads(pillow, decoded):
     assert read.image(other).digest != first.digest and decoded == [one, other]
 
 
-def test_the_files_used_last_are_kept(pillow, decoded, monkeypatch):
+def test_the_files_used_last_are_kept(pillow, decoded, keep_bytes):
     read, files = PictureReader(AS_IT_IS, 0, True), [image_goldens.png(FAMILY, number) for number in range(2)]
     sizes = [read_levels(file, AS_IT_IS, 1024).nbytes for file in files]
-    monkeypatch.setattr(reader, "KEPT_BYTES", sum(sizes) - 1)
+    keep_bytes(sum(sizes) - 1)
     for number in (0, 0, 1, 1, 0):
         read.image(files[number])
     assert decoded == [files[0], files[1], files[0]]
-    monkeypatch.setattr(reader, "KEPT_BYTES", sum(sizes))
+    keep_bytes(sum(sizes))
     for number in (1, 0, 1, 0):
         read.image(files[number])
     assert len(decoded) == 4
