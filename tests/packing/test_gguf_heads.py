@@ -7,6 +7,7 @@ import head_weights
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import taking_turns
 from minmax import convert
 from test_gguf_families import cache  # noqa: F401 (a fixture)
 
@@ -60,27 +61,28 @@ def write_checkpoint(path, family):
     return path
 
 
-@pytest.mark.parametrize("family", converted_gguf.HEADED)
-def test_a_head_has_the_bits_of_the_checkpoint_s(tmp_path, family):
+@pytest.mark.parametrize("family, place", taking_turns(converted_gguf.HEADED, ("within", "beside")))
+def test_a_head_has_the_bits_of_the_checkpoint_s(tmp_path, family, place):
     """In the model's file, and in one beside it as llama.cpp's converter writes it."""
-    model, beside, own = tmp_path / "m" / "m.gguf", tmp_path / "n" / "n.gguf", tmp_path / "head.safetensors"
-    model.parent.mkdir()
-    beside.parent.mkdir()
-    write_headed(model, family)
-    gguf_models.write_gguf(beside, family, type_of)
-    gguf_models.write_head(beside.with_name("mtp-tiny.gguf"), family, floats)
-    weights = open_weights(locate(model))
-    of_ggufs = (draft_tensors(open_gguf(path)) for path in (model, beside))
-    wanted, *others = (
+    path = tmp_path / "m.gguf"
+    if place == "within":
+        write_headed(path, family)
+    else:
+        gguf_models.write_gguf(path, family, type_of)
+        gguf_models.write_head(tmp_path / "mtp-tiny.gguf", family, floats)
+    weights = open_weights(locate(path))
+    head, wanted = (
         find_head(weights.args, tensors.values(), {}, weights.experts.layout)
-        for tensors in (read_header(write_checkpoint(own, family)), *of_ggufs)
+        for tensors in (
+            draft_tensors(open_gguf(path)),
+            read_header(write_checkpoint(tmp_path / "head.safetensors", family)),
+        )
     )
-    for head in others:
-        made, right = head.read(), wanted.read()
-        assert made.keys() == right.keys()
-        for name in right:
-            assert mx.array_equal(made[name], right[name]), name
-        assert np.array_equal(head.records(), wanted.records())
+    made, right = head.read(), wanted.read()
+    assert made.keys() == right.keys()
+    for name in right:
+        assert mx.array_equal(made[name], right[name]), name
+    assert np.array_equal(head.records(), wanted.records())
 
 
 def text_with(source, draft):
