@@ -34,6 +34,7 @@ from . import (
     minimax,
     mistral,
     mixtral,
+    muse_spark,
     nemotron,
     olmoe,
     qwen3,
@@ -84,6 +85,7 @@ FAMILIES: dict[str, Family] = {
     **k2_horizon.FAMILIES,
     **axk2.FAMILIES,
     **dots3_note.FAMILIES,
+    **muse_spark.FAMILIES,
 }
 
 GGUF: dict[str, GgufFamily] = {

@@ -10,6 +10,19 @@ FeedForward = Dense | Experts
 
 
 @dataclass(frozen=True)
+class WeighedSum:
+    """Adds a part to the stream with weights for both: a h + b norm(part). A learned gate g of each value of the stream
+    makes b = sigmoid(g / temperature) and a = sqrt(max(1 - b^2, `least`)) (transformers, `MuseSparkResidualGate`).
+    `eps`: epsilon of the norm. The mixer's output is normed without a weight, that of the feed-forward part is
+    multiplied by a weight before it is normed.
+    """
+
+    temperature: float
+    eps: float
+    least: float = 1e-3
+
+
+@dataclass(frozen=True)
 class Residual:
     """How a layer's parts are added to the stream: h = x + mixer(norm(x)), out = h + feed_forward(norm(h)).
 
@@ -24,7 +37,8 @@ class Residual:
     are added to it: out = x + mixer(norm(x)) + feed_forward(norm(x)). `centred`: norms of the stream also take its mean
     away (arXiv:1607.06450). `norm_groups`: norms of the stream take each of so many equal parts of it by itself.
     `gate_rank`: the norms before mixers and experts multiply each value of their result by the sigmoid of a gate, which
-    two matrices make of the result through so many values; 0: they have no gates.
+    two matrices make of the result through so many values; 0: they have no gates. `weighed`: how parts are added to it
+    with weights; None: they are added as they are.
     """
 
     scale: float = 1.0
@@ -36,11 +50,12 @@ class Residual:
     centred: bool = False
     norm_groups: int = 1
     gate_rank: int = 0
+    weighed: WeighedSum | None = None
 
     @property
     def adds_itself(self) -> bool:
         """Whether its norms are computed by themselves, and the feed-forward part's output is added by itself."""
-        return self.parallel or self.norm_groups > 1 or self.gate_rank > 0
+        return self.parallel or self.norm_groups > 1 or self.gate_rank > 0 or self.weighed is not None
 
     @property
     def streams(self) -> int:
