@@ -7,11 +7,12 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .kinds import SILU, Activation, Residual
+from .kinds import SILU, Activation, Residual, WeighedSum
 from .ops import backend
 from .ops.add_normed import Pair, add_normed
 from .ops.backend import AnyArray, Array
@@ -299,6 +300,44 @@ def norm_of(residual: Residual, dims: int, eps: float, rank: int = 0) -> RMSNorm
     if residual.norm_groups > 1:
         return GroupNorm(dims, eps, residual.norm_groups)
     return LayerNorm(dims, eps, has_bias=False) if residual.centred else RMSNorm(dims, eps)
+
+
+class ScaledNorm(nn.Module):
+    """x * weight, and then x / sqrt(mean(x^2) + eps)."""
+
+    def __init__(self, dims: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = mx.ones((dims,)), eps
+
+    def __call__(self, x: Array) -> Array:
+        return rms_norm(scaled(x, self.weight), None, self.eps)
+
+
+class WeighedParts(nn.Module):
+    """Adds a part's output to the stream as `WeighedSum` says; `has_scale`: it is multiplied by a weight first."""
+
+    kept_float32: ClassVar[tuple[str, ...]] = ("sum_gate",)
+
+    def __init__(self, dims: int, rule: WeighedSum, has_scale: bool):
+        super().__init__()
+        self.rule, self.sum_gate = rule, mx.zeros((dims,))
+        if has_scale:
+            self.norm = ScaledNorm(dims, rule.eps)
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Makes the weights of stream and part; called again once the gate has its values."""
+        gate = self.sum_gate.astype(mx.float32) / self.rule.temperature
+        part = mx.sigmoid(gate)
+        stream = mx.sqrt(mx.maximum(mx.sigmoid(-gate) * (1 + part), self.rule.least))
+        mx.eval(stream, part)
+        self._weights = stream, part
+
+    def __call__(self, h: Array, made: Array) -> AnyArray:
+        normed: AnyArray = self.norm(made) if "norm" in self else rms_norm(made, None, self.rule.eps)
+        of_stream, of_part = self._weights
+        joined: AnyArray = scaled(h, of_stream) + scaled(normed, of_part)
+        return joined.astype(h.dtype)
 
 
 class OutputNorm(nn.Module):

@@ -35,7 +35,8 @@ from .quant import Quantization, of_packed
 class ModelArgs:
     """The description of a model: a few sizes under their Hugging Face names, and its layers.
 
-    `draft_head` is the layer of the draft head, if one is loaded. `embedding_scale` multiplies embeddings. `is_tied`:
+    `draft_head` is the layer of the draft head, if one is loaded. `embedding_scale` multiplies embeddings; if
+    `embedding_norm`, they are normed, without a weight. `is_tied`:
     logits are products with the embeddings' matrix. `logit_scale` multiplies logits. `logit_softcap`: their limit,
     applied like `Router.softcap`; None: no limit. `norms_embeddings`: embeddings have a norm of their own.
 
@@ -57,6 +58,7 @@ class ModelArgs:
     logit_softcap: float | None = None
     logit_scale: float = 1.0
     norms_embeddings: bool = False
+    embedding_norm: bool = False
 
     @property
     def last_matrix(self) -> str:

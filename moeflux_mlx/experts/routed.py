@@ -17,6 +17,7 @@ import numpy as np
 from ..formats.record import Record
 from ..ops import backend
 from ..ops.backend import AnyArray
+from ..ops.combine import RowNorm, combined
 from ..ops.expert_rows import expert_rows, refusal, sort_by_expert
 from ..ops.experts import (
     MAX_SLOTS,
@@ -28,7 +29,7 @@ from ..ops.experts import (
     handed_over,
     native_refusal,
 )
-from ..ops.grouped import PIECE_ROWS, combined, is_cut
+from ..ops.grouped import PIECE_ROWS, is_cut
 from ..ops.records import Records, is_read
 from ..ops.route import read_host_copy
 from ..ops.tiles import LEASED_TOKENS
@@ -76,14 +77,14 @@ class RoutedExperts:
         if records is not None:
             if routing.choice is not None:
                 return chosen_ffn(x, routing.choice, records, residual, shared)
-            return expert_ffn(x, routing.ids, records, routing.weights, residual, shared)
+            return expert_ffn(x, routing.ids, records, routing.weights, residual, shared, routing.norm)
         on_host = _on_host(routing)
         ids = cast(np.ndarray, on_host.ids)
         is_native = backend.computes_at_once(x)
         records = self.source.without_lease(routing.layer, ids) if is_native else None
         if records is not None:
             slots, weights = ids.astype(np.int32, copy=False), routing.weights
-            return expert_ffn(x, slots, records, weights, residual, shared)
+            return expert_ffn(x, slots, records, weights, residual, shared, routing.norm)
         try:
             lease = self.source.request(routing.layer, ids)
         except TooManyExpertsError:
@@ -93,7 +94,7 @@ class RoutedExperts:
         with lease:
             self.lookahead.requested(on_host, ids)
             decode: Any = _overlapped if is_native else self._awaited
-            return decode(lease, routing.weights, x, residual, shared)
+            return decode(lease, routing.weights, x, residual, shared, routing.norm)
 
     def reads_tables(self, layer: int, top_k: int) -> bool:
         return top_k <= MAX_SLOTS and is_read(self.source.layout.records[layer])
@@ -120,7 +121,13 @@ class RoutedExperts:
         return compute
 
     def _awaited(
-        self, lease: Lease, weights: mx.array, x: mx.array, residual: mx.array, shared: mx.array | Shared | None
+        self,
+        lease: Lease,
+        weights: mx.array,
+        x: mx.array,
+        residual: mx.array,
+        shared: mx.array | Shared | None,
+        norm: RowNorm | None,
     ) -> mx.array:
         """Computes all experts once they are in memory; the records are held until the result is computed."""
         with self._waiting(lease.keys[0][0], len(x)):
@@ -130,15 +137,19 @@ class RoutedExperts:
         out: mx.array
         if self._compiles and len(x) == 1 and not isinstance(shared, mx.array):
             gates = [] if shared is None or shared.gates is None else [shared.gates]
-            compute = self._compiled_ffn(lease.keys[0][0], records.record, shared)
+            compute = self._compiled_ffn(lease.keys[0][0], records.record, shared, norm)
             out = compute(records.memory, x, slots, weights, residual, *gates)
         else:
-            out = expert_ffn(x, slots, records, weights, residual, shared)
+            out = expert_ffn(x, slots, records, weights, residual, shared, norm)
         lease.release(None if records.lasting else out)
         return out
 
-    def _compiled_ffn(self, layer: int, record: Record, shared: Shared | None) -> Callable[..., mx.array]:
-        """Compiles `expert_ffn` for one token, with its arrays as inputs and the weights of `shared` as constants."""
+    def _compiled_ffn(
+        self, layer: int, record: Record, shared: Shared | None, norm: RowNorm | None
+    ) -> Callable[..., mx.array]:
+        """Compiles `expert_ffn` for one token, with its arrays as inputs and the weights of `shared` and `norm` as
+        constants.
+        """
         place = threading.get_ident(), layer
         if place not in self._compiled:
             own = shared and replace(shared, gates=None)  # otherwise this token's arrays would be kept
@@ -147,7 +158,7 @@ class RoutedExperts:
                 memory: Any, x: mx.array, slots: mx.array, weights: mx.array, residual: mx.array, *gates: mx.array
             ) -> mx.array:
                 beside = replace(own, gates=gates[0]) if own is not None and gates else own
-                return expert_ffn(x, slots, Records(memory, record), weights, residual, beside)
+                return expert_ffn(x, slots, Records(memory, record), weights, residual, beside, norm)
 
             self._compiled[place] = mx.compile(run)
         return cast(Any, self._compiled[place])
@@ -160,7 +171,7 @@ def at_once(routing: Routing, x: mx.array, records: Records, residual: mx.array,
     experts = len(records.blob)
     starts, source, places = sort_by_expert(cast(mx.array, routing.ids), experts)
     rows = expert_rows(x, starts, source, backend.arange(experts, mx), records)
-    made: mx.array = combined(rows, places, cast(mx.array, routing.weights), residual, shared)
+    made: mx.array = combined(rows, places, cast(mx.array, routing.weights), residual, shared, routing.norm)
     if len(source) > PIECE_ROWS:
         backend.finish(made)  # as if in waves: the outputs of one layer are in memory
     return made
@@ -172,15 +183,20 @@ def _on_host(routing: Routing) -> Routing:
     if routing.host_copy:
         mx.eval(routing.host_copy, guess and guess.host_copy)
         guess = guess and Routing(guess.layer, *read_host_copy(guess.host_copy))
-        return Routing(routing.layer, *read_host_copy(routing.host_copy), guess)
+        return Routing(routing.layer, *read_host_copy(routing.host_copy), guess, norm=routing.norm)
     if guess is not None:
         mx.eval(routing.ids, guess.ids, guess.weights)
         guess = Routing(guess.layer, np.array(guess.ids), np.array(guess.weights))
-    return Routing(routing.layer, np.array(routing.ids), routing.weights, guess)
+    return Routing(routing.layer, np.array(routing.ids), routing.weights, guess, norm=routing.norm)
 
 
 def _overlapped(
-    lease: Lease, weights: np.ndarray, x: np.ndarray, residual: np.ndarray, shared: np.ndarray | Shared | None
+    lease: Lease,
+    weights: np.ndarray,
+    x: np.ndarray,
+    residual: np.ndarray,
+    shared: np.ndarray | Shared | None,
+    norm: RowNorm | None,
 ) -> np.ndarray:
     """Computes the shared expert, and gate and up of the records in memory, while the other records are read."""
     rows = shared.rows(x) if isinstance(shared, Shared) else shared
@@ -194,7 +210,7 @@ def _overlapped(
         act[ready] = _of_pairs(x, slots, records, ready)
         lease.wait()
         act[~ready] = _of_pairs(x, slots, records, ~ready)
-    return expert_down_combine(act, slots, records, weights, residual, rows)
+    return expert_down_combine(act, slots, records, weights, residual, rows, norm=norm)
 
 
 def _of_pairs(x: np.ndarray, slots: np.ndarray, records: Records, chosen: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops.backend import Array, join
+from ..ops.combine import RowNorm
 from ..ops.experts import Shared
 from ..ops.route import Choice
 from ..ops.tiles import LEASED_TOKENS
@@ -46,6 +47,7 @@ class Routing:
     `guess` is the same for the next layer with experts, predicted from this layer's hidden state; it is computed only
     if requested, and may be wrong. `choice`: the input of the choice, for kernels that make it themselves. `host_copy`:
     a copy of the choice for `ops.route.read_host_copy`; empty if the host can read ids and weights just as soon.
+    `norm`: of each expert's output before it is weighed; None: no norm.
     """
 
     layer: int
@@ -54,10 +56,11 @@ class Routing:
     guess: "Routing | None" = None
     choice: Choice | None = None
     host_copy: Sequence[mx.array] = ()
+    norm: RowNorm | None = None
 
     def part(self, rows: slice) -> "Routing":
         """The routing of some of the tokens, without `guess`, `choice` and `host_copy`."""
-        return Routing(self.layer, self.ids[rows], self.weights[rows])
+        return Routing(self.layer, self.ids[rows], self.weights[rows], norm=self.norm)
 
 
 class RoutedExpertsCall(Protocol):
@@ -68,8 +71,8 @@ class RoutedExpertsCall(Protocol):
         """The source of the experts, for turns and statistics."""
 
     def __call__(self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None) -> Array:
-        """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, in residual's shape, for up to `MAX_TOKENS`
-        tokens. `shared` is the shared expert or its output.
+        """residual + sum_k weights[:, k] * norm(expert(ids[:, k])(x)) + shared, in residual's shape, for up to
+        `MAX_TOKENS` tokens. `shared` is the shared expert or its output.
         """
 
     def in_pieces(self, routing: Routing, x: Array, residual: Array, shared: Array | None) -> Pieces[Array]:

@@ -43,7 +43,7 @@ def in_waves(
     ids = np.array(routing.ids)
     weights = cast(Array, routing.weights)
     rows = yield from multiplied(source, routing.layer, ids, x, ids.shape[1], reads_ahead)
-    return rows.combined(weights, residual, shared)
+    return rows.combined(weights, residual, shared, routing.norm)
 
 
 def multiplied(

@@ -35,6 +35,7 @@ from . import (
     minimax,
     mistral,
     mixtral,
+    muse_spark,
     nemotron,
     olmoe,
     qwen3,
@@ -86,6 +87,7 @@ FAMILIES: dict[str, Family] = {
     **axk2.FAMILIES,
     **dots3_note.FAMILIES,
     **inkling.FAMILIES,
+    **muse_spark.FAMILIES,
 }
 
 GGUF: dict[str, GgufFamily] = {

@@ -7,7 +7,7 @@ belongs to.
 from .convolution import ShortConvolution
 from .feed_forward import FORMS, SILU, Activation, ActivationForm, Dense, Experts, Router, SharedExpert
 from .index import HeadBlocks, Indexer, KeyBlocks
-from .layer import FeedForward, LayerSpec, Residual
+from .layer import FeedForward, LayerSpec, Residual, WeighedSum
 from .mixer import Attending, Mixer, product_operations
 from .ngrams import NGrams
 from .query_scale import QueryFactor, QueryGrowth, QueryLog, QueryScale
@@ -53,6 +53,7 @@ __all__ = [
     "SharedExpert",
     "ShortConvolution",
     "Shortcut",
+    "WeighedSum",
     "Yarn",
     "product_operations",
     "streams_before",

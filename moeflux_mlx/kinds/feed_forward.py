@@ -19,7 +19,7 @@ class Router:
     `scale`. `identities`: the logits behind those of the experts are of so many further ones, whose output is their
     input. `shared`: the logits behind those of the experts are of so many experts that every token uses; their scores
     are part of the sum by which weights are divided, and they are weighed like the others. `learned_scale`: a learned
-    number multiplies all weights too.
+    number multiplies all weights too. `logit_scale`: logits are multiplied by it.
     """
 
     experts: int
@@ -40,6 +40,7 @@ class Router:
     identities: int = 0
     shared: int = 0
     learned_scale: bool = False
+    logit_scale: float = 1.0
 
     @property
     def of_choices(self) -> "Router":
@@ -123,8 +124,10 @@ class Experts:
     """Routed experts, each a gated MLP of `width` chosen by `router`, and perhaps a shared one.
 
     `biases`: whether each of an expert's matrices has a bias. `matrices`: three with a gate, two without. `latent`:
-    width of their input and output; one projection makes the input from the hidden state, and another converts the sum
-    of a token's experts back, behind a norm if `latent_norm`; None: they take the hidden state itself. `scales_input`:
+    width of their input and output; one projection makes the input from the hidden state, before a norm if
+    `latent_input_norm`, and another converts the sum of a token's experts back, behind a norm if `latent_norm`; None:
+    they take the hidden state itself. `output_eps`: the output of each expert is multiplied by a learned vector, the
+    same for all, and normed with this epsilon before it is weighed; None: it is weighed as it is. `scales_input`:
     the weight of a token's only expert multiplies its input, not its output.
     """
 
@@ -136,6 +139,8 @@ class Experts:
     matrices: int = 3
     latent: int | None = None
     latent_norm: bool = False
+    latent_input_norm: bool = False
+    output_eps: float | None = None
     scales_input: bool = False
 
     @property

@@ -10,6 +10,19 @@ FeedForward = Dense | Experts
 
 
 @dataclass(frozen=True)
+class WeighedSum:
+    """Adds a part to the stream with weights for both: a h + b norm(part). A learned gate g of each value of the stream
+    makes b = sigmoid(g / temperature) and a = sqrt(max(1 - b^2, `least`)) (transformers, `MuseSparkResidualGate`).
+    `eps`: epsilon of the norm. The mixer's output is normed without a weight, that of the feed-forward part is
+    multiplied by a weight before it is normed.
+    """
+
+    temperature: float
+    eps: float
+    least: float = 1e-3
+
+
+@dataclass(frozen=True)
 class Residual:
     """How a layer's parts are added to the stream: h = x + mixer(norm(x)), out = h + feed_forward(norm(h)).
 
@@ -26,6 +39,7 @@ class Residual:
     `gate_rank`: the norms before mixers and experts multiply each value of their result by the sigmoid of a gate, which
     two matrices make of the result through so many values; 0: they have no gates.
     `convolved`: a part's output passes the convolution `branches` of the layer's mixer before it is added.
+    `weighed`: how parts are added to it with weights; None: they are added as they are.
     """
 
     scale: float = 1.0
@@ -38,11 +52,12 @@ class Residual:
     norm_groups: int = 1
     gate_rank: int = 0
     convolved: bool = False
+    weighed: WeighedSum | None = None
 
     @property
     def adds_itself(self) -> bool:
         """Whether the feed-forward part's output is added by itself."""
-        return self.norms_apart or self.convolved
+        return self.norms_apart or self.convolved or self.weighed is not None
 
     @property
     def norms_apart(self) -> bool:

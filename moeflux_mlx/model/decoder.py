@@ -21,6 +21,7 @@ from ..mixers.registry import USUAL, by_layer, cache_numbers, make_caches
 from ..ops import backend, gpu_time, native
 from ..ops.backend import AnyArray, Array
 from ..ops.limits import within_limits
+from ..ops.norm import rms_norm
 from ..ops.rows import StepRows
 from ..ops.seen import Chosen
 from ..ops.streams import spread
@@ -390,6 +391,7 @@ class Model(nn.Module):
     def _embed(self, tokens: mx.array) -> AnyArray:
         h = self.model.embed_tokens(backend.enter(tokens, self.activation_dtype) if self.suits_cpu else tokens)
         h = backend.as_dtype(h, self.activation_dtype)  # mxfp4 has none of its own
+        h = rms_norm(h, None, self.args.rms_norm_eps) if self.args.embedding_norm else h
         return h if self.args.stream_scale == 1.0 else h * self.args.stream_scale
 
     @property

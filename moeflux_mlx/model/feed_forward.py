@@ -11,16 +11,14 @@ import mlx.nn as nn
 from ..experts.routing import Pieces, RoutedExpertsCall
 from ..kinds import Dense, Experts, Residual, Shortcut
 from ..layers import MLP, OutputNorm, RMSNorm
-from ..ops.backend import AnyArray, Array, library_of, of_kind
+from ..ops.backend import AnyArray, Array, library_of, of_kind, zeros_like
 from ..ops.route import SCORES
 from ..spec import ModelArgs
 from .moe import (
     BeforeExperts,
     InputScalingMoE,
     LatentMoE,
-    LatentMoEBetweenStreams,
     MoE,
-    MoEBetweenStreams,
     NormedMoE,
     Prepared,
 )
@@ -113,6 +111,32 @@ class SharingMoE(MoE):
 
     def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> None:
         """None: their weights are not known yet."""
+
+
+class MoEBetweenStreams(MoE):
+    """An `MoE` that adds its output to nothing: a connection adds it to several streams, or a residual to a stream."""
+
+    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
+        before = super().choose(residual, norm, predict, tokens)
+        return before._replace(residual=zeros_like(residual))
+
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
+        """As `MoE.prepare`, without `residual`."""
+        return super().prepare(residual, norm, tokens)[1:]
+
+    def finish_span(self, parts: Sequence[Array]) -> Pieces[Array]:
+        return super().finish_span([zeros_like(parts[0]), *parts])
+
+
+class LatentMoEBetweenStreams(MoEBetweenStreams, LatentMoE):
+    """A `LatentMoE` that adds its output to nothing."""
+
+    def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> AnyArray:
+        shared = self._shared(gates)
+        return None if shared is None else shared.rows(x).reshape(residual.shape)
+
+    def _joined(self, residual: AnyArray, made: AnyArray, beside: AnyArray) -> AnyArray:
+        return super()._joined(None, made, beside)
 
 
 class ShortcutMoE(MoE):

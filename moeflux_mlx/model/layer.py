@@ -12,7 +12,7 @@ from ..caches.stand_in import Traced
 from ..experts.routing import FromTables, Pieces, RoutedExpertsCall, as_share
 from ..experts.source import ExpertLoader
 from ..kinds import Experts
-from ..layers import Caches, Convolution, MixerModule, OutputNorm, norm_of
+from ..layers import Caches, Convolution, MixerModule, OutputNorm, WeighedParts, norm_of
 from ..mixers.registry import module_of
 from ..ops import backend
 from ..ops.backend import AnyArray, Array
@@ -24,7 +24,15 @@ from .compiled import DecodeStep, by_case
 from .feed_forward import feed_forward_of
 from .moe import BeforeExperts, MoE
 from .ngrams import NGramLayer
-from .residual import ConvolvedStream, NormedApart, NormedStream, OneStream, ResidualWay, SeveralStreams
+from .residual import (
+    ConvolvedStream,
+    NormedApart,
+    NormedStream,
+    OneStream,
+    ResidualWay,
+    SeveralStreams,
+    WeighedStream,
+)
 from .span import MIXER_SHARE, Span
 from .streams import connection
 from .tokens import Tokens
@@ -76,6 +84,11 @@ class DecoderLayer(nn.Module):
             sizes = spec.mixer.branches.channels, spec.mixer.branches.taps
             self.attn_sconv, self.mlp_sconv = Convolution(*sizes), Convolution(*sizes)
             self.residual = ConvolvedStream(self.mixer, self.input_layernorm, self.attn_sconv)
+        elif spec.residual.weighed is not None:
+            sums = [WeighedParts(args.hidden_size, spec.residual.weighed, has_scale) for has_scale in (False, True)]
+            self.mixer_sum, self.output_sum = sums
+            norms = self.input_layernorm, self.post_attention_layernorm
+            self.residual = WeighedStream(self.mixer, *norms, self.mixer_sum, self.output_sum)
         elif spec.residual.norms_apart:
             self.residual = NormedApart(self.mixer, self.input_layernorm, self.get("post_attention_layernorm"))
         else:

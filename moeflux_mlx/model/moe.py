@@ -8,7 +8,7 @@ import mlx.nn as nn
 
 from ..experts.routing import Pieces, RoutedExpertsCall, Routing, finished
 from ..kinds import Experts, Residual
-from ..layers import MLP, Linear, OutputNorm, RMSNorm, Stack
+from ..layers import MLP, Linear, OutputNorm, RMSNorm, ScaledNorm, Stack
 from ..ops import backend
 from ..ops.add_normed import Pair
 from ..ops.backend import AnyArray, Array
@@ -92,6 +92,8 @@ class MoE(nn.Module):
             self.output_scale = mx.ones((1,))
         if self.rule.expert_scales:
             self.expert_scales = mx.ones((self.rule.experts,))
+        if part.output_eps is not None:
+            self.expert_norm = ScaledNorm(part.latent or hidden_size, part.output_eps)
         self._averages = part.shared is not None and part.shared.averaged
         self._is_apart = False  # whether the kernels of the routed experts do not take the shared expert
         self._add_parts(part, hidden_size, residual, eps)
@@ -140,7 +142,8 @@ class MoE(nn.Module):
         experts = experts or self.experts
         assert experts is not None
         predicted, choice = self._as_routing(before.predicted), self._choice(before.logits)
-        routing = Routing(self.layer, before.ids, before.weights, predicted, choice, before.host_copy)
+        norm = self.get("expert_norm")
+        routing = Routing(self.layer, before.ids, before.weights, predicted, choice, before.host_copy, norm)
         shared = None if self._is_apart else self._shared(before.gates)
         added_to = self._added_to(before.residual, before.x)
         return self._joined(before.residual, experts(routing, before.x, added_to, shared), before.beside)
@@ -171,7 +174,8 @@ class MoE(nn.Module):
         assert self.experts is not None
         shared, beside = (None, rows.shared) if self._is_apart else (rows.shared, None)
         predicted = self._predict_next(rows.residual) if self.should_predict(B * L) else None
-        routing = Routing(self.layer, rows.ids, rows.weights, self._as_routing(predicted))
+        guess, norm = self._as_routing(predicted), self.get("expert_norm")
+        routing = Routing(self.layer, rows.ids, rows.weights, guess, norm=norm)
         added_to = self._added_to(rows.residual, rows.x)
         given = routing, rows.x, added_to, shared
         made = self.experts(*given) if B * L <= MAX_TOKENS else (yield from self.experts.in_pieces(*given))
@@ -179,7 +183,8 @@ class MoE(nn.Module):
 
     def _choice(self, logits: AnyArray) -> Choice | None:
         """What kernels need to choose themselves; None: they take ids and weights."""
-        return Choice(logits, self.rule, self._bias, self._scales) if self.rule.table is None else None
+        may = self.rule.table is None and "expert_norm" not in self
+        return Choice(logits, self.rule, self._bias, self._scales) if may else None
 
     def _latent(self, x: AnyArray) -> AnyArray:
         """The routed experts' input for the normed rows."""
@@ -234,15 +239,20 @@ class MoE(nn.Module):
             x_norm = norm.weight if norm is not None and self.rule.own_norm else None
             weight, eps = (None, 0.0) if own is None else (own.weight, own.eps)
             x, logits = router_logits(residual, weight, eps, gates, bias, x_norm)
-            return x, softcap(logits, self.rule.softcap), logits
+            return x, self._limited(logits), logits
         rows = residual.reshape(-1, residual.shape[-1])
         x = rows if norm is None else norm(rows)
         if self.rule.own_norm:
             logits = self.gate(float32(self._gate_norm(rows)))
-            return x, softcap(logits, self.rule.softcap), logits
+            return x, self._limited(logits), logits
         joined, outputs = self._gates(float32(x))
         logits = outputs[0] if joined is None else joined
-        return x, softcap(logits, self.rule.softcap), outputs[-1] if joined is None else joined
+        return x, self._limited(logits), outputs[-1] if joined is None else joined
+
+    def _limited(self, logits: AnyArray) -> AnyArray:
+        """The logits, multiplied and limited as the rule says."""
+        factor = self.rule.logit_scale
+        return softcap(logits if factor == 1.0 else logits * factor, self.rule.softcap)
 
     def route(self, logits: Array, tokens: AnyArray = None) -> tuple[Array, Array]:
         """logits [T, O] float32 and, where the rule has a table, T ids -> (ids [T, K], weights [T, K] float32)."""
@@ -315,11 +325,14 @@ class LatentMoE(MoE):
         self._is_apart = part.shared is not None
         self.fc1_latent_proj = Linear(hidden_size, part.latent)
         self.fc2_latent_proj = Linear(part.latent, hidden_size)
+        if part.latent_input_norm:
+            self.latent_input_norm = RMSNorm(part.latent, eps)
         if part.latent_norm:
             self.latent_norm = RMSNorm(part.latent, eps)
 
     def _latent(self, x: AnyArray) -> AnyArray:
-        return self.fc1_latent_proj(x)
+        latent = self.fc1_latent_proj(x)
+        return self.latent_input_norm(latent) if "latent_input_norm" in self else latent
 
     def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> AnyArray:
         """Including the stream."""
@@ -366,29 +379,3 @@ def scaled_input(x: AnyArray, weights: AnyArray) -> tuple[AnyArray, AnyArray]:
     few = weights.size <= MAX_TOKENS
     ones = backend.constant(1.0, weights.shape) if few else mx.ones(weights.shape)
     return x * weights.astype(x.dtype), backend.of_kind(ones, x)
-
-
-class MoEBetweenStreams(MoE):
-    """An `MoE` that adds its output to nothing: a connection adds it to several streams, or a residual to a stream."""
-
-    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
-        before = super().choose(residual, norm, predict, tokens)
-        return before._replace(residual=backend.zeros_like(residual))
-
-    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
-        """As `MoE.prepare`, without `residual`."""
-        return super().prepare(residual, norm, tokens)[1:]
-
-    def finish_span(self, parts: Sequence[Array]) -> Pieces[Array]:
-        return super().finish_span([backend.zeros_like(parts[0]), *parts])
-
-
-class LatentMoEBetweenStreams(MoEBetweenStreams, LatentMoE):
-    """A `LatentMoE` that adds its output to nothing."""
-
-    def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> AnyArray:
-        shared = self._shared(gates)
-        return None if shared is None else shared.rows(x).reshape(residual.shape)
-
-    def _joined(self, residual: AnyArray, made: AnyArray, beside: AnyArray) -> AnyArray:
-        return super()._joined(None, made, beside)

@@ -6,7 +6,7 @@ and with what it kept of them it adds the part's output.
 
 from typing import Any, ClassVar
 
-from ..layers import Caches, Convolution, MixerModule, OutputNorm, RMSNorm
+from ..layers import Caches, Convolution, MixerModule, OutputNorm, RMSNorm, WeighedParts
 from ..ops.backend import AnyArray, Array
 from ..ops.convolution import convolved
 from ..ops.seen import Chosen
@@ -77,6 +77,21 @@ class ConvolvedStream(OneStream):
 
     def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
         return kept[0] + out
+
+
+class WeighedStream(NormedApart):
+    """One stream to which parts are added with weights: h = first(x, mixer(norm(x))), second(h, mlp(behind(h)))."""
+
+    def __init__(self, mixer: MixerModule, norm: Any, behind: Any, first: WeighedParts, second: WeighedParts):
+        super().__init__(mixer, norm, behind)
+        self.first, self.second = first, second
+
+    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
+        h = self.first(h, self.mixer.mixed(h, self.norm, caches, chosen))
+        return self.behind(h), h
+
+    def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
+        return self.second(kept[0], out)
 
 
 class SeveralStreams:

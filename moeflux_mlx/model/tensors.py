@@ -13,7 +13,7 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..layers import Convolution, Weight
+from ..layers import Convolution, WeighedParts, Weight
 from ..mixers.registry import KEPT_FLOAT32 as OF_MIXERS
 from ..mixers.registry import USUAL
 from ..ops import backend
@@ -26,7 +26,7 @@ from .moe import MoE
 from .streams import Connection
 
 # By names alone: sizes in memory are known of files without a model.
-KEPT_FLOAT32 = {GLOBAL_SCALE, *OF_MIXERS, *MoE.kept_float32, *Connection.kept_float32}
+KEPT_FLOAT32 = {GLOBAL_SCALE, *OF_MIXERS, *MoE.kept_float32, *Connection.kept_float32, *WeighedParts.kept_float32}
 EMBEDDING = ".embed_tokens"
 ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate", ".self_attn.value_experts.gate")
 ROUTER = Quant(8, 64)  # the form of routers, unless a recipe has another

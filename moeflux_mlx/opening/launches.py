@@ -17,7 +17,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..kinds import Connections, Mixer, NGrams, streams_before
-from ..layers import Linear, RMSNorm, Weight
+from ..layers import GatedNorm, Linear, RMSNorm, Weight
 from ..mixers.registry import make_caches, module_of, stored_forms
 from ..model.feed_forward import feed_forward_of
 from ..model.ngrams import NGramLayer
@@ -171,15 +171,18 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, bool]]
     norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
     norm.weight = norm.weight.astype(shapes.dtype)
     has_own = args.connections is not None and args.connections.has_own_norm
-    before = None if has_own or args.layers[0].residual.adds_itself else norm
+    residual = args.layers[0].residual
+    before = None if has_own or residual.adds_itself else norm
     forms = stored_forms(shapes.quants)
     for (mixer, *_), layers in _kinds([(layer.mixer, _forms(shapes, i, False)) for i, layer in enumerate(args.layers)]):
         module = module_of(mixer, args.hidden_size, args.rms_norm_eps, forms)
         _fill(module, f"model.layers.{layers[0]}.{mixer.module_name}.", shapes)
-        mix = partial(_mix, args, mixer, module, before)
+        mix = partial(_mix, args, mixer, module, norm if residual.weighed else before)
         yield mixer.title, layers, mix, False
         for moment, length in mixer.moments(MAX_LENGTH):
             yield f"{mixer.title}, {moment}", layers, _late(mix, shapes.dtype, length), True
+    if residual.gate_rank:
+        yield from _gated_norms(shapes)
     if args.connections is not None:
         for _, layers in _kinds([_sums(args, i) for i in range(args.num_hidden_layers)]):
             yield "streams", layers, _between(shapes, args.connections, layers[0]), False
@@ -200,6 +203,20 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, bool]]
     yield "lm_head", (), lambda x, _: head(norm(x[:, last] if x.shape[1] > MAX_TOKENS else x)), False
 
 
+def _gated_norms(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, bool]]:
+    """As `_parts`, of the norms that have gates."""
+    args = shapes.args
+    every = range(args.num_hidden_layers)
+    for name, layers in (("input_layernorm", every), ("post_attention_layernorm", args.moe_layers)):
+        module: Any = GatedNorm(args.hidden_size, args.rms_norm_eps, args.layers[0].residual.gate_rank)
+        _fill(module, f"model.layers.{layers[0]}.{name}.", shapes)
+        yield f"gates of {name}", layers, partial(_of_rows, module), False
+
+
+def _of_rows(module: Any, x: AnyArray, caches: Any) -> Any:
+    return module(x)
+
+
 def _caches(count: int, mixer: Any) -> list[StepRows]:
     """The caches of several sequences with one row each."""
     return [StepRows(caches) for caches in zip(*(make_caches(mixer) for _ in range(count)), strict=True)]
@@ -212,12 +229,13 @@ def _rows(count: int, mixer: Any) -> list[StepRows]:
 
 def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: AnyArray, caches: Any) -> Any:
     """Calls a mixer on x [B, L, D]. With several streams it takes the rows of a step one by one and adds no
-    residual.
+    residual, which with weighed sums it does not either.
     """
     made = caches(mixer)
     rows = len(made[0].caches) if isinstance(made[0], StepRows) else 0
     if args.connections is None:
-        return module(x, norm, made, *_chosen(mixer, x, rows))
+        mix = module.mixed if args.layers[0].residual.weighed else module
+        return mix(x, norm, made, *_chosen(mixer, x, rows))
     if rows:
         return [_mix(args, mixer, module, norm, x[:, i : i + 1], make_caches) for i in range(rows)]
     return module.mixed(x, norm, made, *_chosen(mixer, x))

@@ -65,7 +65,7 @@ class SomeExperts:
             return chosen_ffn(x, routing.choice, records, residual, shared, self.experts, [])
         if self.is_resident and routing.choice is not None:
             return chosen_ffn(x, routing.choice, records, residual, shared)
-        return expert_ffn(x, at, records, weights, residual, shared)
+        return expert_ffn(x, at, records, weights, residual, shared, routing.norm)
 
     def in_pieces(self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray) -> Pieces[AnyArray]:
         yield from ()
@@ -77,7 +77,7 @@ class SomeExperts:
         counts = np.bincount(slots.reshape(-1))
         rows = GroupedRows(x, slots, counts, [slots[0]], records.record, on_units=on_units)
         rows.multiply(0, slots[0], records)
-        return rows.combined(weights, residual, shared)
+        return rows.combined(weights, residual, shared, routing.norm)
 
     def wants_guess(self, layer: int, tokens: int) -> bool:
         return False

@@ -1,15 +1,46 @@
 """The weighted sum of experts' outputs with the residual stream and the shared expert: unscaled, in float32."""
 
-import mlx.core as mx
+from collections.abc import Callable
+from typing import Any
 
-from . import backend
+import mlx.core as mx
+import numpy as np
+
+from . import backend, native
+from .backend import AnyArray, Array, of_kind, view
 from .launch import Kernel, Launch, Reason, Shape, Template, ceildiv
 from .tiles import planned
 
 COMBINE = Kernel("moe_combine", "expert_out places weights h_mid shared", "out")
 THREADS = 256
+COMBINED = 8192  # tokens whose outputs are gathered at once
 
+RowNorm = Callable[[Any], Any]  # of the outputs [N, H] of experts, each by itself
 Dtypes = tuple[mx.Dtype, mx.Dtype, mx.Dtype | None]  # dtypes of the experts' values, the residual and the shared expert
+
+
+def combined(
+    rows: Array, where: Array, weights: Array, residual: Array, shared: Array | None, norm: RowNorm | None = None
+) -> Array:
+    """residual + sum_k weights[:, k] * norm(rows[where[:, k]]) + shared, k ascending, rounded once: [T, H].
+
+    Args:
+        rows: [N, H] outputs of experts.
+        where: [T, K] int32, the row of each token's k-th expert.
+        weights: [T, K] float32.
+        residual, shared: [T, H]; no shared expert: None.
+        norm: of each row; None: no norm.
+    """
+    rows = rows if norm is None else norm(rows)
+    where = of_kind(where, residual)
+    if isinstance(residual, np.ndarray):
+        return native.combine(view(rows), where, weights, residual, shared)
+    parts: list[AnyArray] = []
+    for start in range(0, len(residual), COMBINED):
+        part = slice(start, start + COMBINED)
+        rest = None if shared is None else shared[part]
+        parts.append(moe_combine(rows, where[part], weights[part], residual[part], rest))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 def moe_combine(

@@ -18,7 +18,7 @@ from ..formats.record import Field, Projection, Record
 from ..kinds import FORMS, SILU, Activation, Router
 from . import backend, native
 from .backend import AnyArray, Array, view
-from .combine import combine_types, moe_combine_ops
+from .combine import RowNorm, combine_types, combined, moe_combine_ops
 from .elementwise import activate, sigmoid
 from .forms import DTYPES, Form, form_of, matmul_float32
 from .launch import (
@@ -48,7 +48,7 @@ from .records import (
     words_of,
 )
 from .route import Choice, beside, choice_template, host_copy_of, route
-from .tiles import TILES, down_lanes, lanes_of, planned, tile_of
+from .tiles import MAX_TOKENS, TILES, down_lanes, lanes_of, planned, tile_of
 
 PLANES_BYTES = 46 * 1024  # bytes of CUDA's 48 KiB for planes of x
 # The most experts of a token, without the shared one: a threadgroup of the down projection has a sum for each expert
@@ -169,9 +169,15 @@ def chosen_gate_up(
 
 
 def expert_ffn(
-    x: Array, slots: AnyArray, records: Records, weights: Array, residual: Array, shared: "Array | Shared | None"
+    x: Array,
+    slots: AnyArray,
+    records: Records,
+    weights: Array,
+    residual: Array,
+    shared: "Array | Shared | None",
+    norm: RowNorm | None = None,
 ) -> Array:
-    """residual + sum_k weights[:, k] * expert(slots[:, k])(x) + shared, for the rows of a step on MLX's side.
+    """residual + sum_k weights[:, k] * norm(expert(slots[:, k])(x)) + shared, for the rows of a step on MLX's side.
 
     Args:
         x: [T, H], as for `expert_gate_up`.
@@ -179,13 +185,14 @@ def expert_ffn(
         weights: [T, K] float32.
         residual: [..., H], T rows; the result has the same shape.
         shared: the shared expert, or its output [T, H]; None: there is none.
+        norm: None: no norm.
     """
     if isinstance(slots, np.ndarray) and not backend.computes_at_once(x):
         records, slots = handed_over(records, slots)
-    if isinstance(shared, Shared) and not shared.joins(records.record, slots.shape[1]):
+    if isinstance(shared, Shared) and (norm is not None or not shared.joins(records.record, slots.shape[1])):
         shared = shared.rows(x)
     act = expert_gate_up(x, slots, records, shared if isinstance(shared, Shared) else None)
-    return expert_down_combine(act, slots, records, weights, residual, shared)
+    return expert_down_combine(act, slots, records, weights, residual, shared, norm=norm)
 
 
 def handed_over(records: Records, slots: np.ndarray) -> tuple[Records, mx.array]:
@@ -283,8 +290,9 @@ def expert_down_combine(
     residual: Array,
     shared: "Array | Shared | None" = None,
     alone: bool = True,
+    norm: RowNorm | None = None,
 ) -> Array:
-    """residual + sum_k weights[k] * (down_k act[k] + its bias) + shared, k ascending, rounded once.
+    """residual + sum_k weights[k] * norm(down_k act[k] + its bias) + shared, k ascending, rounded once.
 
     Args:
         act: as `expert_gate_up` returns it.
@@ -293,6 +301,7 @@ def expert_down_combine(
         residual: [..., H], T rows, the stream before the experts.
         shared: the shared expert's output [T, H], the shared expert that `act` has a row of, or None.
         alone: as there.
+        norm: None: no norm; with one `shared` is no shared expert.
 
     Returns:
         residual's shape and dtype.
@@ -300,6 +309,10 @@ def expert_down_combine(
     Raises:
         RequestError: a shape or dtype the kernels do not take.
     """
+    if norm is not None:
+        rows, rest = _each(act, slots, records, alone), residual.reshape(len(weights), -1)
+        places = backend.arange(len(rows), backend.library_of(rows)).reshape(weights.shape)
+        return combined(rows, places, weights, rest, shared, norm).reshape(residual.shape)
     if isinstance(act, np.ndarray):
         assert not isinstance(shared, Shared)
         if not native_refusal(records.record):
@@ -317,6 +330,19 @@ def expert_down_combine(
         assert not isinstance(shared, Shared)
         return _down_combine_ops(act, slots, records, weights, residual, shared)
     return out
+
+
+def _each(act: AnyArray, slots: AnyArray, records: Records, alone: bool) -> AnyArray:
+    """down_k act[k] + its bias for each expert of each token, float32 [T * K, H]."""
+    act, slots, parts = act.reshape(slots.size, 1, -1), slots.reshape(-1, 1), list[AnyArray]()
+    for start in range(0, len(act), MAX_TOKENS):
+        some = slice(start, start + MAX_TOKENS)
+        shapes = (len(act[some]), 1), (len(act[some]), records.record.hidden_size)
+        ones, zeros = (
+            backend.of_kind(backend.constant(x, shape), act) for x, shape in zip((1.0, 0.0), shapes, strict=True)
+        )
+        parts.append(expert_down_combine(act[some], slots[some], records, ones, zeros, alone=alone))
+    return parts[0] if len(parts) == 1 else backend.library_of(act).concatenate(parts)
 
 
 class Used(NamedTuple):

@@ -14,11 +14,11 @@ import mlx.core as mx
 import numpy as np
 
 from ..formats.record import Projection, Record
-from . import backend, gpu_time, native
+from . import backend, gpu_time
 from .arrangement import Among, Batch, arrange
-from .backend import AnyArray, Array, of_kind, view
+from .backend import AnyArray, Array
 from .chips import M5_GENERATION, generation_of
-from .combine import moe_combine
+from .combine import RowNorm, combined
 from .dequantize import DenseParts, dense, dequantized_records, linear_biases, views
 from .expert_rows import expert_rows, starts_of
 from .experts import activated, expert_down_combine, expert_gate_up, native_refusal
@@ -38,7 +38,6 @@ M5_BLOCK = 64
 PLAIN_DENSE = 32  # rows from which an expert is dequantised where there are no kernels
 PIECE_ROWS = 16384  # the most rows of one product; limits a wave's memory for any distribution of rows
 NATIVE_ROWS = 1024  # the same for the native kernels, which are as fast with it
-COMBINED = 8192  # tokens whose outputs are gathered at once
 
 
 class GroupedRows:
@@ -169,35 +168,15 @@ class GroupedRows:
             return self._outputs[0][self._places.reshape(-1)]
         return gather_rows(mx.concatenate(self._outputs), self._where.reshape(-1))
 
-    def combined(self, weights: Array, residual: Array, shared: Array | None) -> Array:
-        """residual + sum_k weights[:, k] * (output of expert ids[:, k]) + shared, all [T, H].
+    def combined(self, weights: Array, residual: Array, shared: Array | None, norm: RowNorm | None = None) -> Array:
+        """residual + sum_k weights[:, k] * norm(output of expert ids[:, k]) + shared, all [T, H].
 
         Every wave must have been multiplied.
         """
         out: AnyArray = self._outputs[0] if self._is_native else mx.concatenate(self._outputs)
         self._outputs.clear()
         where = self._places if self._is_native else self._where
-        return combined(out, where, weights, residual, shared)
-
-
-def combined(rows: Array, where: Array, weights: Array, residual: Array, shared: Array | None) -> Array:
-    """residual + sum_k weights[:, k] * rows[where[:, k]] + shared, k ascending, rounded once: [T, H].
-
-    Args:
-        rows: [N, H] outputs of experts.
-        where: [T, K] int32, the row of each token's k-th expert.
-        weights: [T, K] float32.
-        residual, shared: [T, H]; no shared expert: None.
-    """
-    where = of_kind(where, residual)
-    if isinstance(residual, np.ndarray):
-        return native.combine(view(rows), where, weights, residual, shared)
-    parts: list[AnyArray] = []
-    for start in range(0, len(residual), COMBINED):
-        part = slice(start, start + COMBINED)
-        rest = None if shared is None else shared[part]
-        parts.append(moe_combine(rows, where[part], weights[part], residual[part], rest))
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        return combined(out, where, weights, residual, shared, norm)
 
 
 def native_rows(x: np.ndarray, slots: np.ndarray, records: Records, alone: bool = False) -> np.ndarray:

@@ -111,7 +111,7 @@ class FusedExperts:
     def __init__(
         self, args: ModelArgs, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat, of_mlx: bool = False
     ):
-        E, H, self.width = args.num_experts, args.hidden_size, args.moe_intermediate_size
+        E, H, self.width = args.num_experts, args.expert_size, args.moe_intermediate_size
         shapes = {"gate_up_proj": (2 * self.width, H), "down_proj": (H, self.width)}
         self.interleaved = FAMILIES[args.model_type].interleaved_experts and not of_mlx
         stem += "switch_mlp." if of_mlx else "experts."

@@ -134,6 +134,8 @@ def _experts_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, tokens
     D, inner, K = args.expert_size, args.moe_intermediate_size, args.num_experts_per_tok
     rows = tokens * K
     routing = rows * ROUTING_BYTES + 4 * min(tokens, BLOCK) * args.num_experts
+    if args.experts.output_eps is not None:
+        routing += 2 * rows * D * demand.itemsize  # the outputs multiplied by the norm's weight, and normed
     if demand.native:
         return routing + rows * D * demand.itemsize + min(rows, NATIVE_ROWS) * (4 * D + 2 * inner) * demand.itemsize
     wave = wave_size(layout, K)

@@ -18,10 +18,11 @@ from ..experts.source import ExpertLoader
 from ..experts.waves import expect, multiplied
 from ..formats.owners import Owners
 from ..ops.backend import AnyArray, Array, computes_at_once, constant, library_of, of_kind
+from ..ops.combine import combined
 from ..ops.elementwise import float32
 from ..ops.experts import Shared, expert_down_combine, expert_gate_up, shared_rows
 from ..ops.gather_rows import gather_rows
-from ..ops.grouped import combined, native_rows
+from ..ops.grouped import native_rows
 from ..ops.records import Records
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .dealing import Dealing
@@ -100,10 +101,13 @@ class RankedExperts:
         if self.shares_routing:
             ids, weights, residual, shared = self._of_first(routing.layer, ids, weights, residual, shared)
             weighed = of_kind(weights, x)
-        if not computes_at_once(x) and len(x) <= MAX_TOKENS:  # rows are multiplied with their weights, in float32
+        if routing.norm is not None:  # rows are weighed behind it
+            weights = np.ones_like(weights)
+        elif not computes_at_once(x) and len(x) <= MAX_TOKENS:
             weighed = constant(1.0, weights.shape)
         rows, where = yield from self._all_rows(routing, ids, weights, x)
-        return combined(rows, where, weighed, residual.reshape(len(x), -1), shared).reshape(residual.shape)
+        rest = residual.reshape(len(x), -1)
+        return combined(rows, where, weighed, rest, shared, routing.norm).reshape(residual.shape)
 
     def _all_rows(
         self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array
@@ -212,7 +216,7 @@ def on_host(routing: Routing) -> Routing:
     ends = np.cumsum([array.size for array in arrays])[:-1]
     parts = [part.reshape(array.shape) for part, array in zip(np.split(flat, ends), arrays, strict=True)]
     guess = None if routing.guess is None else Routing(routing.guess.layer, parts[2], parts[3].view(np.float32))
-    return Routing(routing.layer, parts[0], parts[1].view(np.float32), guess)
+    return Routing(routing.layer, parts[0], parts[1].view(np.float32), guess, norm=routing.norm)
 
 
 def _filled(words: AnyArray, length: int) -> AnyArray:

@@ -94,7 +94,10 @@ def test_kernels_are_those_that_a_model_launches(family, tokens, small_products)
     assert total == calls and len(calls) > 3
 
 
-@pytest.mark.parametrize("family", ["deepseek_v4", "glm5_next", "nemotron_h", "qwen4_exp", "kimi_k3"])
+LISTED = ("deepseek_v4", "glm5_next", "nemotron_h", "qwen4_exp", "kimi_k3", "axk2", "muse_spark")
+
+
+@pytest.mark.parametrize("family", LISTED)
 def test_every_text_of_a_token_is_listed(family, small_products):
     """So that it is compiled before the first token. MLX's text for Metal also depends on whether an input has few
     elements. Routers and experts are left out, because their stored forms here are not those that a plan assumes."""

@@ -18,6 +18,7 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError
 from moeflux_mlx.families.longcat import USUAL
+from moeflux_mlx.families.muse_spark import USUAL as USUAL_OF_MUSE
 from moeflux_mlx.families.names import canonical_name
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.files import directory, read_json
@@ -107,6 +108,7 @@ SIZES = {
     "k2-horizon-mova-36b-a4b": (3325952, 332595200, 45, 13.94),
     "hunyuan-a13b-80b": (21233664, 1358954496, 32, 40.5),
     "dots3-note-prev-280b-a15b": (13271040, 3397386240, 45, 142.38),
+    "muse-spark-816b-a42b": (28311552, 7247757312, 62, 418.50),
     "a.x-k2-light-20b": (1769472, 226492416, 47, 9.91),
     "inkling-small-276b-a12b": (14155776, 3623878656, 40, 135.0),
     "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
@@ -303,6 +305,8 @@ def test_unknown_storage_names_its_module(entry):
         ("dots3-note-prev-280b-a15b", {"moe_layer_freq": 2}, "'moe_layer_freq' is 2"),
         ("dots3-note-prev-280b-a15b", {"sliding_window": 0}, "'sliding_window' is 0"),
         ("dots3-note-prev-280b-a15b", {"rope_scaling": {"type": "yarn"}}, "'rope_scaling' is"),
+        ("muse-spark-816b-a42b", {"num_shared_experts": 1}, "'num_shared_experts' is 1"),
+        ("muse-spark-816b-a42b", {"layer_rope_theta": [1e4] * 62}, "0 or 500000 for each of 62 layers"),
         ("a.x-k2-light-20b", {"gated_norm_rank": 0}, "'gated_norm_rank' is 0"),
         ("a.x-k2-light-20b", {"q_lora_rank": None}, "q_lora_rank is missing"),
         ("hunyuan-a13b-80b", {"use_cla": True}, "'use_cla' is True"),
@@ -622,6 +626,14 @@ def test_biases_of_codes_are_not_those_of_a_choice():
     assert [name.rpartition("mlp.")[2] for name in ours.values()] == ["e_score_correction_bias", "gate.biases"]
 
 
+def test_defaults_of_muse_spark_are_those_of_transformers():
+    left_out = ("layer_rope_theta", "layer_types", "mlp_layer_types", "rope_parameters", *USUAL_OF_MUSE)
+    config = config_of("muse-spark-816b-a42b")["text_config"]
+    args = ModelArgs.from_dict(config)
+    assert ModelArgs.from_dict({n: v for n, v in config.items() if n not in left_out}) == args
+    assert [mixer.rotation is None for mixer in args.mixers] == [mixer.window is None for mixer in args.mixers]
+
+
 def test_defaults_of_dots3_note_are_those_of_transformers():
     """Its published layers that see all positions have indexers, unless a field says that they have none."""
     names = ("layer_types", "moe_layer_freq", "moe_shared_expert_intermediate_size", "sliding_window", "use_dsa")
@@ -720,6 +732,7 @@ def small(config):
         "compress_ratios",
         "no_rope_layers",
         "kv_source_layers",
+        "layer_rope_theta",
         *("moe_topk", "moe_intermediate_size", "num_shared_expert"),
     ):
         if isinstance(body.get(name), list):

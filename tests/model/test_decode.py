@@ -212,6 +212,7 @@ MOST |= {"kimi_k3": 16, "hy_v4": 20, "hy_v4_vl": 20, ("beam", 1): 11, ("beam", 3
 MOST |= {"mistral_large4": 18}  # queries grow, and an indexer makes its own of the input behind a norm
 MOST |= {"k2_horizon": 19}  # norms of halves, and MLX's operations choose value experts and multiply with them
 MOST |= {"axk2": 29}  # norms with gates, and gates of values, by MLX's operations
+MOST |= {"muse_spark": 24}  # MLX's operations weigh the sums, and norm heads and experts
 MOST |= {"dots3_note": 32, ("dots3_note", 1): 20}  # MLX's operations attend to latents of a window
 MOST |= {"inkling": 40}  # biases by distance, convolutions and what divides weights are MLX's operations
 MOST |= {"bailing_hybrid": 12}  # four gates would put rows where kernels cannot read them

@@ -12,6 +12,7 @@ from grids import drawn
 from tiny_models import on_cpu, tiny_directory, tiny_model, use_plain_operations, with_config
 
 from moeflux_mlx.kinds import Activation, QueryGrowth, QueryLog, QueryScale
+from moeflux_mlx.layers import RMSNorm
 from moeflux_mlx.mixers.compressed import op as compressed
 from moeflux_mlx.mixers.latent import module as mla
 from moeflux_mlx.mixers.latent import op as latent
@@ -270,6 +271,12 @@ IGNORED = [
     *(("dots3_note", {name: value}) for name, value in (("sliding_window", 8), ("swa_rope_theta", None))),
     *(("dots3_note", {name: value}) for name, value in (("rope_theta", 500), ("index_topk", 13))),
     *(("dots3_note", {name: value}) for name, value in (("rms_norm_eps", None), ("routed_scaling_factor", None))),
+    *(("muse_spark", {name: value}) for name, value in (("sliding_window", 8), ("qk_scale_factor", 2.6))),
+    *(("muse_spark", {name: value}) for name, value in (("post_norm_eps", 1e-8), ("rms_norm_eps", None))),
+    *(("muse_spark", {name: 0.8}) for name in ("residual_gate_temperature", "output_multiplier")),
+    ("muse_spark", {"routed_scaling_factor": 1}),
+    ("muse_spark", {"layer_rope_theta": [500.0] * 4}),
+    ("muse_spark", {"final_logit_softcapping": 4.0}),
     *(("axk2", {name: value}) for name, value in (("index_topk", 13), ("indexer_rope_interleave", True))),
     *(("axk2", {name: value}) for name, value in (("rms_norm_eps", None), ("rope_parameters", {"rope_theta": 1e5}))),
     *(("inkling", {name: None}) for name in ("log_scaling_n_floor", "log_scaling_alpha", "route_scale")),
@@ -336,8 +343,7 @@ BIASED += (
     "hy_v4_vl",
 )
 BIASED += ("kimi_k3", "sarvam_moe", "sarvam_mla", "dots1")
-BIASED += ("deepseek_v41", "longcat_flash", "k2_horizon", "axk2", "dots3_note")
-BIASED += ("deepseek_v41", "longcat_flash", "k2_horizon", "inkling")
+BIASED += ("deepseek_v41", "longcat_flash", "k2_horizon", "axk2", "dots3_note", "muse_spark", "inkling")
 
 
 @pytest.mark.parametrize("family", BIASED)
@@ -717,6 +723,43 @@ def test_embeddings_without_their_norm():
     model = load_model(tiny_directory("inkling", "hub"), dtype=mx.float32)
     model.model.embed_tokens.pop("norm")
     assert error(model, "inkling") > 10 * TOLERANCE
+
+
+# Parts of a Muse Spark layer that an implementation may leave out or place wrongly.
+MUSE_SPARK = {
+    "experts that are not normed": lambda layer: "expert_norm" in layer.mlp and layer.mlp.pop("expert_norm"),
+    "norms before the scale of experts": lambda layer: (
+        "expert_norm" in layer.mlp and setattr(layer.mlp, "expert_norm", _scaled_last(layer.mlp.expert_norm))
+    ),
+    "norms before the scale of outputs": lambda layer: setattr(
+        layer.output_sum, "norm", _scaled_last(layer.output_sum.norm)
+    ),
+    "heads that are not normed": lambda layer: _switch(layer, output_norm=False),
+    "a latent that is not normed": lambda layer: (
+        "latent_input_norm" in layer.mlp and layer.mlp.pop("latent_input_norm")
+    ),
+    "a stream that is added as it is": lambda layer: setattr(
+        layer.residual, "first", lambda h, made: h + layer.mixer_sum(h * 0, made)
+    ),
+    "logits of the router that are not scaled": lambda layer: (
+        hasattr(layer.mlp, "rule") and _set_rule(layer, logit_scale=1.0)
+    ),
+}
+
+
+def _scaled_last(norm):
+    return RMSNorm.__call__.__get__(norm)
+
+
+@pytest.mark.parametrize("mistake", MUSE_SPARK)
+def test_mistakes_in_muse_spark(mistake):
+    assert error_after(MUSE_SPARK[mistake], "muse_spark") > 10 * TOLERANCE
+
+
+def test_embeddings_that_are_not_normed():
+    model = load_model(tiny_directory("muse_spark", "hub"), dtype=mx.float32)
+    model.args = replace(model.args, embedding_norm=False)
+    assert error(model, "muse_spark") > 10 * TOLERANCE
 
 
 def test_norms_before_a_rotation_that_the_family_has_behind_it():

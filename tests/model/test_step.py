@@ -129,6 +129,7 @@ def plain_model(family):
                 "mistral_large4",
                 "axk2",
                 "dots3_note",
+                "muse_spark",
             ]
         ),
         ["native", "plain"],

@@ -13,7 +13,9 @@ from tile_choices import OF_CUDA, Chosen
 from metal import msl
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.kinds import FORMS, Activation
+from moeflux_mlx.layers import ScaledNorm
 from moeflux_mlx.ops import backend, elementwise, experts, forms, grouped, native
+from moeflux_mlx.ops.combine import combined
 from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.forms import Form
 from moeflux_mlx.ops.tiles import MAX_TOKENS, using
@@ -92,7 +94,7 @@ class Case:
         values, bias = (np.concatenate(pair) for pair in zip(first, second, strict=True))
         return [(values[turn::2], bias[turn::2]) for turn in (0, 1)]
 
-    def want(self, activation=None, without="", swapped=False, limit=None):
+    def want(self, activation=None, without="", swapped=False, limit=None, norm=lambda made: made):
         """Returns the sum of residual and experts, or that sum with a fault: without the bias of a matrix, with gate
         and up swapped, or with another limit."""
         out = self.mid.astype(np.float64)
@@ -103,26 +105,26 @@ class Case:
                     g, u = reversed(products) if swapped else products
                     x = activated(g, u, activation or self.record.activation, limit)
                 products.append(values @ x + (0 if name == without else bias))
-            out[t] += self.weights[t, k] * products[-1]
+            out[t] += self.weights[t, k] * norm(products[-1])
         return out
 
-    def stepped(self, make, dtype=None):
+    def stepped(self, make, dtype=None, norm=None):
         """Computes with the function for the rows of a step, with arrays that `make` makes."""
 
         def floats(values):
             return make(values) if dtype is None else make(values).astype(dtype)
 
         given = make(self.slots), Records(make(self.blob), self.record)
-        return experts.expert_ffn(floats(self.x), *given, make(self.weights), floats(self.mid), None)
+        return experts.expert_ffn(floats(self.x), *given, make(self.weights), floats(self.mid), None, norm)
 
-    def prompted(self, make):
+    def prompted(self, make, norm=None):
         """Computes as a prompt does: rows by expert, in two waves."""
         waves = [part for part in np.array_split(np.unique(self.slots), 2) if len(part)]
         counts = np.bincount(self.slots.reshape(-1), minlength=len(self.blob))
         rows = grouped.GroupedRows(make(self.x), self.slots, counts, waves, self.record)
         for i, wave in enumerate(waves):
             rows.multiply(i, wave, Records(make(self.blob), self.record))
-        return rows.combined(make(self.weights), make(self.mid), None)
+        return rows.combined(make(self.weights), make(self.mid), None, norm)
 
 
 def error(got, want):
@@ -211,6 +213,29 @@ def test_prompts_on_mlx_side_match_oracle(case, dense_from):
         assert error(case.prompted(mx.array), case.want()) < 1e-5
 
 
+@pytest.fixture(params=["native", "operations", "kernels"])
+def way(request):
+    """Gives the function that makes arrays for one way of computing."""
+    if request.param == "kernels":
+        request.getfixturevalue("host")
+    return np.array if request.param == "native" else mx.array
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_outputs_that_are_normed_before_they_are_weighed(way, tokens):
+    """7 tokens have more pairs with experts than a launch takes rows."""
+    case, norm = Case(6, STORED[1], ACTIVATIONS[0], tokens), ScaledNorm(128, 0.5)
+    scale = np.random.default_rng(7).standard_normal(128)
+    norm.weight = mx.array(scale.astype(np.float32))
+
+    def wanted(made, before=scale, behind=1.0):
+        return before * made / np.sqrt(np.mean((before * made) ** 2) + 0.5) * behind
+
+    want = case.want(norm=wanted)
+    assert error(case.want(norm=lambda made: wanted(made, 1.0, scale)), want) > SEEN < error(case.want(), want)
+    assert error(case.stepped(way, norm=norm), want) < 1e-5 > error(case.prompted(way, norm=norm), want)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=named)
 def test_activations_of_many_values(path, activation):
     """Checks whole vectors, their ends and values far outside. NaN stays NaN."""
@@ -279,7 +304,7 @@ def test_the_bits_of_a_sum_of_rows(host, make):
     rows = several_experts.pair_rows(make(case.x), tokens, slots, Records(make(case.blob), case.record), weights)
     beside = case.weights if make is np.array else np.ones_like(case.weights)
     where = np.arange(case.slots.size, dtype=np.int32).reshape(case.slots.shape)
-    whole = grouped.combined(rows, where, make(beside), make(case.mid), None)
+    whole = combined(rows, where, make(beside), make(case.mid), None)
     assert np.array_equal(np.array(whole), np.array(case.stepped(make)))
 
 

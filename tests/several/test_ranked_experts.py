@@ -19,7 +19,7 @@ from moeflux_mlx.several.experts import Owners, RankedExperts
 from moeflux_mlx.several.group import FAILED, Exchange
 
 pytestmark = pytest.mark.skipif(backend.has_kernels(), reason="threads of one process share its GPU")
-FAMILIES = (*goldens.families(), "gpt_oss")  # a family with windows, and with experts that add biases
+FAMILIES = (*goldens.families(), "gpt_oss", "muse_spark")  # with windows, experts that add biases, and norms of experts
 
 
 class Meeting:

@@ -46,7 +46,8 @@ FAMILIES, KIN = (
 )
 TRANSPOSED = ("qwen3_vl_moe", "gpt_oss", "llama4")  # their fused experts are [E, in, out]
 INTERLEAVED = ("gpt_oss", "inkling")  # in their fused experts, rows of gate and up alternate
-ZERO_CENTRED = ("step3p5", "qwen4_exp", "minimax_m3_vl")  # their norms are stored as weight - 1
+ZERO_CENTRED = ("step3p5", "qwen4_exp", "minimax_m3_vl", "muse_spark")  # their norms are stored as weight - 1
+PLAIN_NORM = {"muse_spark": "model.language_model.norm.weight"}  # all but this one
 STACKS = {
     "gpt_oss": "experts",
     "afmoe": "experts",
@@ -300,7 +301,7 @@ def _plain(name):
 def _kind(family, name):
     """Returns how a tensor of `KIN` is drawn."""
     name = _plain(name)
-    centred = "centred_norm" if family in ZERO_CENTRED else "norm"
+    centred = "centred_norm" if family in ZERO_CENTRED and name != PLAIN_NORM.get(family) else "norm"
     kinds = {"linear_attn.norm.weight": "norm", "norm.weight": centred, "embed_tokens.weight": "embed"}
     kinds |= {"embeddings.weight": "embed", "norm_f.weight": "norm", ".D": "norm"}
     kinds |= dict.fromkeys(("norm_key.weight", "norm_query.weight", "norm_conv.weight"), centred)
@@ -317,7 +318,7 @@ def _kind(family, name):
         "sink_param": "sinks",
     }
     kinds |= {".q_weight": "norm", ".k_weight": "norm"}
-    kinds |= {"compress_ape": "bias", "softmax_offset": "sinks"}
+    kinds |= {"residual_gate.gate": "bias", "compress_ape": "bias", "softmax_offset": "sinks"}
     kinds |= {"lerope.alpha": "bias", "ssmax_scaling.s": "bias", "ssmax_scaling.b": "norm"}
     if name.endswith((".gate.bias", ".v_router.bias")):
         return "signed_bias"
@@ -438,8 +439,8 @@ def quantised_bits(family, name):
         ("compress_ape", "compress_gate", "softmax_offset", "ssmax_scaling.s", "ssmax_scaling.b", "alpha")
     ):
         return 0
-    if name.endswith("W_up.weight"):
-        return 0  # of a few columns
+    if name.endswith(("W_up.weight", "residual_gate.gate")):
+        return 0  # a matrix of few columns, and vectors
     if name.endswith((*ROUTERS, "shared_expert_gate.weight")):
         return (
             0
@@ -770,7 +771,9 @@ def _mlx_plain(family, name, tensor):
     if name.endswith("A_log"):
         return _bf16(as_float(tensor))
     if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
-        return _bf16(as_float(tensor) + np.float32(oracle.norm_offset(text_config(family))))
+        has_plain = family in PLAIN_NORM
+        offset = _kind(family, name) == "centred_norm" if has_plain else oracle.norm_offset(text_config(family))
+        return _bf16(as_float(tensor) + np.float32(offset))
     return tensor
 
 

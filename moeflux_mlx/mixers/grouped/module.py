@@ -233,6 +233,9 @@ class Attention(MixerModule):
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
         if self.mixer.value_scale != 1.0:
             out = out * self.mixer.value_scale
+        if self.mixer.output_norm:
+            heads = out.reshape(*out.shape[:-1], self.mixer.heads, -1)
+            out = rms_norm(heads, None, self.eps).reshape(out.shape)
         if self.mixer.gate in GATES:
             out = gated(out, self._named(parts)[1]["gates"], self.mixer.gate, self._gate_bias)
         return self.o_proj(out, residual=x)

@@ -51,6 +51,7 @@ class GroupedQuery(Mixer):
         value_scale: factor of the values, and so of attention's output.
         value_is_key: whether keys, before norm and rotation, serve as values.
         value_norm: whether the values of each head are normed, without a weight.
+        output_norm: whether the result of each head is normed, without a weight, before its gate.
         blocks: blocks of positions, of which a token attends to some; None: it attends to all positions that it sees.
         value_experts: chooses the matrices of a token's values, which are the weighed sum of silu(W x) over them (K2
             Horizon's MoVA); None: one matrix makes them.
@@ -86,6 +87,7 @@ class GroupedQuery(Mixer):
     relative: RelativeBias | None = None
     convolution: ShortConvolution | None = None
     branches: ShortConvolution | None = None
+    output_norm: bool = False
 
     @property
     def attention(self) -> Attending:
