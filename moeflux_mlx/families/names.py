@@ -11,9 +11,9 @@ from .fields import HeadNames
 # What plays no part in generating text, by the beginnings of names: heads that draft tokens, and image encoders.
 ASIDE = (
     *("mtp.", "mtp_", "visual.", "vision_tower.", "vision_model."),
-    *("multi_modal_projector.", "mm_projector.", "vit_large_projector.", "patch_merge_mlp."),
+    *("multi_modal_projector.", "mm_projector.", "vit_large_projector.", "patch_merge_mlp.", "vision_adapter."),
     *("embed_vision.", "audio_tower.", "audio_encoder.", "embed_audio.", "vit.", "audio."),
-    *("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm."),
+    *("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm.", "vision_projection."),
 )
 # Frequencies of rotations follow from the configuration; activations are not rounded to 8 bits; tokens of text take no
 # bias of images.

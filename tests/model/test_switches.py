@@ -45,6 +45,7 @@ CASES = {
     "neither": replace(PLAIN, norm=None, rotation=None),
     "biases and a gate": replace(PLAIN, bias=True, output_bias=True, gate="joined"),
     "value experts": replace(PLAIN, value_experts=Router(5, 2, "sigmoid", True, scale=2.5)),
+    "normed results and a gate of each value": replace(PLAIN, gate="sigmoid", output_norm=True),
     "a softplus to base 2 of each value": replace(PLAIN, gate="softplus2"),
     "sinks": replace(PLAIN, sinks=True),
     "window": replace(PLAIN, window=3),
@@ -187,6 +188,8 @@ def wanted(layer, part, norm, x):
     weights = np.exp(scores)
     total = weights.sum(-1, keepdims=True) + (np.exp(wide(layer.sinks))[:, None, None] if part.sinks else 0)
     out = np.einsum("hqk,khd->qhd", weights / total, v)
+    if part.output_norm:
+        out = out / np.sqrt((out**2).mean(-1, keepdims=True) + EPS)
     if part.gate == "joined":
         out = out / (1 + np.exp(-gate))
     if part.gate not in (None, "joined"):

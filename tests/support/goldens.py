@@ -65,6 +65,12 @@ LOW_EMBEDDINGS = (
     "cohere2_moe_north",
     "hunyuan_v1_moe",
 )  # they make the logits too, or are scaled
+# Beginnings of names of encoders of images and sounds, if not model.visual.
+ENCODERS = {
+    "hy_v4_vl": ("vit.",),
+    "dots3_note": ("vision_encoder.", "audio_encoder."),
+    "muse_spark": ("model.vision_tower.", "model.vision_adapter.", "model.vision_projection.", "model.audio_tower."),
+}
 INTEGERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")  # computed as in transformers
 ROUTERS = (".gate.weight", ".router.weight", ".router.proj.weight", ".router.layer.weight", ".classifier.weight")
 ROUTERS += (".gate.wg.weight", ".v_router.weight")
@@ -360,10 +366,11 @@ def _skipped_of_kin(family):
         return {f"model.{name}": (128, 32) for name in names}
     root, count = _root(family), c.get("num_hidden_layers") or 2 * c["num_layers"]
     drafts = {f"{root}layers.{count}.{name}.weight": (128, 256) for name in ("eh_proj", "mlp.experts.0.up_proj")}
-    stem = "vit." if family == "hy_v4_vl" else "model.visual."
-    vision = {f"{stem}blocks.0.norm1.weight": (32,), f"{stem}merger.proj.weight": (128, 32)}
+    stems = ENCODERS.get(family, ("model.visual.",) if "text_config" in config(family) else ())
+    vision = {f"{stem}blocks.0.norm1.weight": (32,) for stem in stems}
+    vision |= {f"{stem}merger.proj.weight": (128, 32) for stem in stems}
     of_images = {"layers.0.ffn.gate.bias_vl": (16,)} if family in ("deepseek_v4", "deepseek_v41") else {}
-    return drafts | of_images | (vision if "text_config" in config(family) else {})
+    return drafts | of_images | vision
 
 
 @functools.cache

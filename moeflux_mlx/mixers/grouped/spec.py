@@ -114,6 +114,7 @@ class GroupedQuery(Mixer):
         if self.value_experts is not None and self.value_experts.top_k > self.value_experts.experts:
             chosen = f"mova_num_experts_per_tok is {self.value_experts.top_k}"
             raise ConfigError(f"{chosen}, more than mova_num_experts {self.value_experts.experts}")
+        assert not (self.output_norm and self.gate == "joined"), "no family norms results behind a joined gate"
         if self.rotates_first:
             turns_whole = self.rotation is None or self.rotation.dims == self.head_dim
             assert self.norm == "head" and self.blocks is None and turns_whole, "no such norms behind a rotation"
