@@ -7,7 +7,7 @@ import mlx.core as mx
 from . import backend
 from .backend import AnyArray, Array
 from .elementwise import scaled
-from .launch import NO_KERNELS, Kernel, Launch, Reason
+from .launch import Kernel, Launch, Reason
 from .norm import Norm
 from .tiles import MAX_TOKENS, planned
 
@@ -54,8 +54,6 @@ def _inputs(made: AnyArray, norm: Norm) -> tuple[AnyArray, ...]:
 
 @planned("add_normed")
 def plan(target: str, rows: int, width: int, dtype: mx.Dtype, is_pair: bool, has_factor: bool) -> Launch | Reason:
-    if target == "ops":
-        return NO_KERNELS
     if rows > MAX_TOKENS:
         return Reason(f"there are more than {MAX_TOKENS} rows")
     if width > WIDEST:

@@ -12,7 +12,7 @@ import mlx.core as mx
 from . import backend
 from .backend import AnyArray, Array, kernels_take, library_of
 from .elementwise import float32
-from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import Kernel, Launch, Reason, Shape, ceildiv
 from .tiles import planned
 
 E4M3_MOST, E2M1_MOST = 448.0, 6.0
@@ -68,8 +68,6 @@ def _rounded(x: AnyArray, rule: RoundingRule, first: int | None = None) -> AnyAr
 @planned("block_rounding")
 def refusal(target: str, block: int) -> Reason | None:
     """Why no kernel rounds blocks of so many values."""
-    if target == "ops":
-        return NO_KERNELS
     return None if block in (16, 32) else Reason(f"blocks of {block} values do not lie in one simdgroup")
 
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 from . import backend
 from .backend import AnyArray, kernels_take
 from .elementwise import float32, softmax
-from .launch import LEAST_ELEMENTS, NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import LEAST_ELEMENTS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import rms_norm
 from .streams import plan_scatter
 from .tiles import planned
@@ -76,8 +76,6 @@ def takes_token(h: AnyArray, count: int) -> bool:
 @planned("block_sums")
 def refusal(target: str, tokens: int, count: int) -> Reason | None:
     """Why the kernels do not take this number of tokens or of sums."""
-    if target == "ops":
-        return NO_KERNELS
     if tokens != 1:
         return SEVERAL
     return None if count <= MOST_SUMS else Reason(f"there are {count} sums, more than {MOST_SUMS}")

@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from . import backend
-from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, Template, ceildiv
+from .launch import Kernel, Launch, Reason, Shape, Template, ceildiv
 from .tiles import planned
 
 COMBINE = Kernel("moe_combine", "expert_out places weights h_mid shared", "out")
@@ -44,8 +44,6 @@ def combine_types(dtypes: Dtypes) -> Template:
 
 @planned("combine")
 def plan(target: str, places: Shape, hidden: int, dtypes: Dtypes) -> Launch | Reason:
-    if target == "ops":
-        return NO_KERNELS
     tokens, top_k = places
     template = {"H": hidden, "K": top_k, **combine_types(dtypes)}
     groups = (ceildiv(hidden, THREADS), tokens)

@@ -8,7 +8,7 @@ import numpy as np
 from . import backend
 from .backend import Array, library_of, of_kind
 from .elementwise import softmax
-from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape
+from .launch import Kernel, Launch, Reason, Shape
 from .norm import Norm
 from .rope import Rope
 from .tiles import planned
@@ -57,8 +57,6 @@ class Pool(NamedTuple):
 @planned("entry_pool")
 def pool_refusal(target: str, width: int) -> Reason | None:
     """Why no kernel makes entries of this width."""
-    if target == "ops":
-        return NO_KERNELS
     return Reason(f"entries of {width} values are wider than {WIDEST}") if width > WIDEST else None
 
 

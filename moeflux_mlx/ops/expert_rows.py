@@ -54,13 +54,6 @@ def refusal_on(target: str, dtype: mx.Dtype, record: Record | None) -> Reason | 
     """As `refusal`, on the backend `target`."""
     if target == "metal" and (record is None or not tile_of(target, "prompt_experts").kernel):
         return Reason("moeflux tune has not chosen our kernel")
-    return units_refusal(target, dtype, record)
-
-
-def units_refusal(target: str, dtype: mx.Dtype, record: Record | None) -> Reason | None:
-    """Why the kernels cannot compute them on the backend `target`, where they would be chosen."""
-    if target == "ops":
-        return NO_KERNELS
     if target == "cuda" and dtype == mx.float32:
         return Reason("the matrix units do not multiply float32")
     return None if record is None else form_refusal(record)
@@ -103,15 +96,13 @@ def expert_rows(x: mx.array, starts: mx.array, source: mx.array, slots: mx.array
 
 @planned("expert_rows", 256)
 def plan_places(target: str, ids: Shape, experts: int) -> Launch | Reason:
-    if target == "ops":
-        return NO_KERNELS
     tokens, top_k = ids
     template = {"E": experts, "K": top_k, "SG": EACH}
     outputs = [((experts + 1,), mx.int32), ((tokens * top_k,), mx.int32), ((tokens, top_k), mx.int32)]
     return Launch(target, PLACES, template, (ceildiv(experts, EACH), 1), 32 * EACH, outputs)
 
 
-@planned("expert_rows", 256)
+@planned("expert_rows", 256, everywhere=True)
 def plan_rows(
     target: str,
     blob: Shape,

@@ -14,7 +14,7 @@ from . import backend
 from .backend import AnyArray, Array, kernels_take
 from .elementwise import sigmoid
 from .forms import StoredForm, is_read, stored_template
-from .launch import LEAST_ELEMENTS, NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import LEAST_ELEMENTS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .matrix import Weights, stored
 from .streams import plan_scatter
 from .tiles import lanes_of, planned
@@ -42,8 +42,6 @@ def injected(h: AnyArray, out: AnyArray, weights: AnyArray) -> AnyArray:
 @planned("gated_streams")
 def refusal(target: str, tokens: int) -> Reason | None:
     """Why the kernels do not take this number of tokens."""
-    if target == "ops":
-        return NO_KERNELS
     return None if tokens == 1 else SEVERAL
 
 

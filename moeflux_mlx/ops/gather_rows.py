@@ -5,7 +5,7 @@ from math import prod
 import mlx.core as mx
 
 from . import backend
-from .launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count
+from .launch import LEAST_ELEMENTS, Kernel, Launch, Reason, Shape, ceildiv, count
 from .tiles import planned
 
 GATHER_ROWS = Kernel("gather_rows", "x places count", "out")
@@ -31,8 +31,6 @@ def gather_rows(x: mx.array, places: mx.array) -> mx.array:
 
 @planned("gather_rows", 256)
 def plan(target: str, x: Shape, dtype: mx.Dtype, places: Shape) -> Launch | Reason:
-    if target == "ops":
-        return NO_KERNELS
     if prod(x) < LEAST_ELEMENTS:
         return Reason(f"{prod(x)} values are fewer than {LEAST_ELEMENTS}")
     nbytes = x[1] * dtype.size

@@ -17,7 +17,7 @@ from ..kinds import HeadBlocks, Indexer, KeyBlocks
 from . import backend, gpu_time
 from .backend import AnyArray, Array, arange, leave, library_of, of_kind
 from .elementwise import float32
-from .launch import LEAST_ELEMENTS, MOST_THREADS, NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import LEAST_ELEMENTS, MOST_THREADS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import CentredNorm, Norm
 from .positions import RECENT, Held, Positions
 from .rope import Rope, laid_out, turned
@@ -212,8 +212,6 @@ def takes_step(rule: IndexRule) -> bool:
 @planned("index")
 def refusal(target: str, is_alone: bool, rule: IndexRule) -> Reason | None:
     """Why the kernels do not choose for a token alone, or for several."""
-    if target == "ops":
-        return NO_KERNELS
     if not is_alone:
         return SEVERAL
     width = indexer_of(rule).dim

@@ -239,8 +239,6 @@ def refusal(target: str, tokens: int, shape: Shape, quant: Quant | None, least: 
     """Why `qmv` does not multiply this number of rows with a matrix of this shape, or with one of fewer than `least`
     weights.
     """
-    if target == "ops":
-        return NO_KERNELS
     if quant is None or len(shape) > 2:
         return Reason("the matrix holds floats" if quant is None else f"the matrix has {len(shape)} axes")
     if not is_read(quant, shape[1]):
@@ -263,7 +261,7 @@ def check_activations(name: str, shape: Shape, dtype: mx.Dtype, rank: int = 2) -
     require(1 <= shape[0] <= MAX_TOKENS, f"{name} has {shape[0]} tokens; the kernels take 1 to {MAX_TOKENS}")
 
 
-@planned("linear")
+@planned("linear", everywhere=True)
 def plan(
     target: str, x: Shape, x_dtype: mx.Dtype, w: Shape, scales: Shape, form: Form, around: Around = PLAIN
 ) -> Launch | Reason:

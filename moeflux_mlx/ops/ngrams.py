@@ -15,7 +15,7 @@ from ..kinds import NGrams
 from . import backend
 from .backend import AnyArray, Array, kernels_take, library_of, of_kind
 from .elementwise import float32, sigmoid
-from .launch import NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .streams import normed_streams
 from .tiles import planned
 
@@ -100,8 +100,6 @@ def _convolved(inputs: AnyArray, weight: mx.array, part: NGrams, count: int) -> 
 @planned("ngrams")
 def refusal(target: str, tokens: int) -> Reason | None:
     """Why the kernel does not take this number of tokens."""
-    if target == "ops":
-        return NO_KERNELS
     return None if tokens == 1 else SEVERAL
 
 

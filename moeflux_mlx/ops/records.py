@@ -17,7 +17,7 @@ from ..formats.record import Projection, Record
 from . import backend, forms
 from .backend import AnyArray
 from .forms import DTYPES, form_of
-from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
+from .launch import Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
 from .tiles import planned
 
 MAX_ARRAYS = 16  # the most arrays of records in one kernel: Metal gives a kernel at most 31 arrays
@@ -170,8 +170,6 @@ def _taken(arrays: Sequence[AnyArray], slots: mx.array, words: slice) -> mx.arra
 @planned("records", 256)
 def plan_words(target: str, blob: Shape, slots: Shape, unit: int, units: int, arrays: RecordArrays) -> Launch | Reason:
     """MLX's operations would copy a buffer for each of them, or take each record by itself."""
-    if target == "ops":
-        return NO_KERNELS
     template = {"UNIT": "uint4" if unit == 4 else "uint", "WORDS": blob[1], "ROW_BITS": arrays.row_bits}
     kernel = Kernel("expert_words", f"{arrays.names} slots count first units", "out")
     outputs = [((slots[0], units * unit), mx.uint32)]

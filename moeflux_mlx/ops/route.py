@@ -16,7 +16,7 @@ from . import backend, native
 from .backend import AnyArray, Array, kernels_take, of_kind
 from .elementwise import float32, pick, plus, sigmoid, softmax, softplus
 from .forms import MULTIPLE, Form, is_read
-from .launch import LEAST_ELEMENTS, NO_KERNELS, Input, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import LEAST_ELEMENTS, Input, Kernel, Launch, Reason, Shape, ceildiv
 from .linear import linear
 from .matrix import Weights, inputs_of
 from .norm import rms_norm
@@ -212,8 +212,6 @@ def score_number(rule: Router) -> int:
 @planned("route")
 def table_refusal(target: str, rule: Router) -> Reason | None:
     """Why no kernel weighs the experts that a table gives."""
-    if target == "ops":
-        return NO_KERNELS
     if rule.score == "softmax":
         return Reason("the kernel of a table of experts does not know a softmax")
     return Reason(f"a table gives {rule.top_k} experts, more than 32") if rule.top_k > 32 else None
@@ -230,8 +228,8 @@ def plan_table(target: str, shape: Shape, rule: Router) -> Launch:
 
 @planned("route")
 def refusal(target: str, rule: Router) -> Reason | None:
-    """Why no kernel chooses by the rule."""
-    return NO_KERNELS if target == "ops" else None
+    """Why no kernel chooses by the rule: where there are kernels, one does."""
+    return None
 
 
 @planned("route")
@@ -311,8 +309,6 @@ def plan_logits(
 ) -> Launch | Reason:
     tokens, hidden = h
     rows = w[0]
-    if target == "ops":
-        return NO_KERNELS
     if tokens > MAX_TOKENS:
         return Reason(f"there are more than {MAX_TOKENS} rows")
     if hidden % MULTIPLE:

@@ -14,7 +14,7 @@ from ..kinds import HyperConnections, IndependentConnections
 from . import backend
 from .backend import AnyArray, Array, kernels_take, of_kind
 from .elementwise import float32, sigmoid, softmax
-from .launch import NO_KERNELS, SEVERAL, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import SEVERAL, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import rms_norm
 from .tiles import MAX_TOKENS, planned
 
@@ -126,8 +126,6 @@ def _takes_token(h: AnyArray, rule: StreamRule) -> bool:
 @planned("streams")
 def refusal(target: str, tokens: int, rule: StreamRule) -> Reason | None:
     """Why the kernels do not take this number of tokens or of streams."""
-    if target == "ops":
-        return NO_KERNELS
     if tokens != 1:
         return SEVERAL
     return None if rule.streams in (2, 4) else Reason(f"there are {rule.streams} streams, not 2 or 4")

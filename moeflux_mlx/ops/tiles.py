@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
+
+from .launch import NO_KERNELS
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -153,14 +155,21 @@ def tile_of(target: str, kernel: str) -> Tile:
     return _used.get().tile(target, kernel)
 
 
-def planned(operation: str, most: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def planned(
+    operation: str, most: int | None = None, everywhere: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """`functools.lru_cache` for a function that calls `tile_of`: each choice of tiles has its own results, which are
-    freed with it. It takes arguments by position only. `operation`: the name under which users see the function's
-    reasons.
+    freed with it. It takes arguments by position only. If the first is a backend without kernels, the result is
+    `NO_KERNELS`, unless the function checks its arguments `everywhere`. `operation`: the name under which users see the
+    function's reasons.
     """
 
     def decorate(make: Callable[P, R]) -> Callable[P, R]:
         kept = WeakKeyDictionary[Tiles, Callable[..., R]]()
+
+        def chosen(*given: Any) -> Any:
+            makes: Any = make if everywhere or given[:1] != ("ops",) else lambda *_: NO_KERNELS
+            return _used.get().plan(operation, makes, given)
 
         @functools.wraps(make)
         def call(*given: P.args, **named: P.kwargs) -> R:
@@ -169,7 +178,7 @@ def planned(operation: str, most: int | None = None) -> Callable[[Callable[P, R]
             tiles = _used.get()
             own = kept.get(tiles)
             if own is None:
-                kept[tiles] = own = functools.lru_cache(most)(lambda *given: _used.get().plan(operation, make, given))
+                kept[tiles] = own = functools.lru_cache(most)(chosen)
             return own(*given)
 
         call.cache_clear = kept.clear  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from ...ops.block_rounding import to_e2m1, to_e4m3
 from ...ops.elementwise import softmax
 from ...ops.gather_rows import gather_rows
 from ...ops.index import Index, Projections, TokenPlace, choose, choose_blocks_step, choose_in_blocks
-from ...ops.launch import NO_KERNELS, SEVERAL, SHARED_BYTES, Input, Kernel, Launch, Reason, Shape, ceildiv
+from ...ops.launch import SEVERAL, SHARED_BYTES, Input, Kernel, Launch, Reason, Shape, ceildiv
 from ...ops.norm import Norm
 from ...ops.rope import Rope
 from ...ops.tiles import planned
@@ -186,8 +186,6 @@ def _mixed(weights: AnyArray, values: AnyArray) -> AnyArray:
 @planned("compressed")
 def refusal(target: str, tokens: int, mixer: Compressed) -> Reason | None:
     """Why the kernels do not take this number of tokens of a layer."""
-    if target == "ops":
-        return NO_KERNELS
     if tokens != 1:
         return SEVERAL
     entry = mixer.entry or mixer.borrowed

@@ -15,7 +15,7 @@ import numpy as np
 from ...ops import backend
 from ...ops.backend import AnyArray, Array, contiguous, kernels_take, leave, library_of, of_kind
 from ...ops.elementwise import float32, split
-from ...ops.launch import NO_KERNELS, SEVERAL, Kernel, Launch, Reason, ceildiv
+from ...ops.launch import SEVERAL, Kernel, Launch, Reason, ceildiv
 from ...ops.recurrent_state import RecurrentState
 from ...ops.rows import RowSizes, StepRows, as_rows
 from ...ops.tiles import planned
@@ -72,8 +72,6 @@ def _on_operations(projected: Any, state: RecurrentState, weight: mx.array, size
 @planned("conv")
 def refusal(target: str, sequences: int, tokens: int) -> Reason | None:
     """Why the kernel does not take this number of sequences in one array, with this number of tokens of each."""
-    if target == "ops":
-        return NO_KERNELS
     if tokens > 1:
         return SEVERAL
     return Reason(f"there are {sequences} sequences; the kernel takes one") if sequences > 1 else None

@@ -19,7 +19,6 @@ from ...ops.backend import Array, kernels_take, stack, view
 from ...ops.elementwise import activate, float32, sigmoid, split
 from ...ops.launch import (
     MOST_THREADS,
-    NO_KERNELS,
     SHARED_BYTES,
     ArrayPiece,
     Input,
@@ -118,8 +117,6 @@ def _of_row(
 @planned("delta")
 def refusal(target: str, sequences: int, sizes: Delta) -> Reason | None:
     """Why the kernels do not take this number of sequences with heads of these sizes."""
-    if target == "ops":
-        return NO_KERNELS
     if sizes.channel_decay is not None and sizes.key_heads != sizes.value_heads:
         return Reason(f"channels of {sizes.key_heads} keys decay by themselves for {sizes.value_heads} values")
     if sequences > 1:

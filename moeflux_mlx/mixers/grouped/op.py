@@ -27,7 +27,6 @@ from ...ops.elementwise import sigmoid
 from ...ops.kv_rows import row_bytes
 from ...ops.launch import (
     MOST_THREADS,
-    NO_KERNELS,
     SEVERAL,
     ArrayPiece,
     Input,
@@ -250,8 +249,6 @@ def takes_step(width: int, value_width: int) -> bool:
 @planned("attend")
 def refusal(target: str, is_alone: bool, width: int, value_width: int) -> Reason | None:
     """Why the kernels do not attend for a token alone, or for several, with keys and values of these widths."""
-    if target == "ops":
-        return NO_KERNELS
     if not is_alone:
         return SEVERAL
     if width > WIDEST:

@@ -22,7 +22,6 @@ from ...ops.elementwise import split
 from ...ops.forms import Form, StoredForm, is_read, stored_template
 from ...ops.launch import (
     LEAST_ELEMENTS,
-    NO_KERNELS,
     SEVERAL,
     SHARED_BYTES,
     Kernel,
@@ -253,8 +252,6 @@ def takes_step(latent: int, rotated: int) -> bool:
 @planned("latent")
 def refusal(target: str, is_alone: bool, latent: int, rotated: int) -> Reason | None:
     """Why the kernels do not attend for a token alone, or for several, with latents and keys of such widths."""
-    if target == "ops":
-        return NO_KERNELS
     if not is_alone:
         return SEVERAL
     if latent > WIDEST or _abreast(1, latent + rotated) != 1:

@@ -19,7 +19,6 @@ from ...ops.backend import AnyArray, Array, contiguous, kernels_take, leave, lib
 from ...ops.elementwise import activate, float32, sigmoid, softplus, split
 from ...ops.launch import (
     MOST_THREADS,
-    NO_KERNELS,
     SEVERAL,
     SHARED_BYTES,
     ArrayPiece,
@@ -182,8 +181,6 @@ def refusal(target: str, sequences: int, tokens: int, sizes: Mamba2) -> Reason |
     """Why the kernels do not take this number of sequences in one array, with this number of tokens of each, or states
     of these sizes.
     """
-    if target == "ops":
-        return NO_KERNELS
     if tokens > 1:
         return SEVERAL
     if sequences > 1:
