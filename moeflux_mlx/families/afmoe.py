@@ -17,8 +17,7 @@ from .gguf import ATTENTION, DENSE, EXPERTS, SHARED_EXPERT, SIGMOID, GgufFamily,
 
 
 def _afmoe(read: Fields) -> JsonDict:
-    for name, wanted in (("score_func", "sigmoid"), ("n_group", 1), ("topk_group", 1)):
-        read.must_equal(name, wanted)
+    read.must_have(score_func="sigmoid", n_group=1, topk_group=1)
     factor, normalise = read.number("route_scale", 1.0, least=1e-6, most=1e6), read.optional("route_norm", bool, True)
     moe = experts(read, shared_expert(read), score="sigmoid", correction_bias=True, normalise=normalise, scale=factor)
     count, every = layer_count(read), read.count("global_attn_every_n_layers", 4)

@@ -34,13 +34,16 @@ def _bailing_hybrid(read: Fields) -> JsonDict:
     if read.config.get("kda_safe_gate") is None:
         raise ConfigError("config field 'kda_safe_gate' is missing; of 'bailing_hybrid' only Ling 3 is implemented")
     read = as_of_kimi(read)
-    for name, wanted in (
-        *(("kda_safe_gate", True), ("no_kda_lora", True), ("use_bias", False), ("use_qkv_bias", False)),
-        *(("score_function", "sigmoid"), ("moe_router_enable_expert_bias", True)),
-        *(("gated_attention_proj_granularity_type", "head_wise"),),
-        ("moe_shared_expert_intermediate_size", read.count("moe_intermediate_size")),
-    ):
-        read.must_equal(name, wanted)
+    read.must_have(
+        kda_safe_gate=True,
+        no_kda_lora=True,
+        use_bias=False,
+        use_qkv_bias=False,
+        score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        gated_attention_proj_granularity_type="head_wise",
+        moe_shared_expert_intermediate_size=read.count("moe_intermediate_size"),
+    )
     for name in ("n_group", "topk_group"):  # readers of such files have different defaults
         read.count(name)
     parts: dict[str, Mixer] = {LINEAR: _delta(read), FULL: replace(latent_attention(read), gate="sigmoid head")}

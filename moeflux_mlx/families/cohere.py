@@ -32,11 +32,9 @@ AVERAGE, SUM = "average", "sum"
 def _cohere2_moe(read: Fields) -> JsonDict:
     kv_heads = read.count("num_key_value_heads", None) or read.count("num_attention_heads")
     read = Fields({**USUAL, **read.config, "num_key_value_heads": kv_heads})
-    for name, wanted in (
-        *(("hidden_act", "silu"), ("attention_bias", False), ("layer_norm_bias", False)),
-        *(("use_parallel_block", True), ("use_qk_norm", False)),
-    ):
-        read.must_equal(name, wanted)
+    read.must_have(
+        hidden_act="silu", attention_bias=False, layer_norm_bias=False, use_parallel_block=True, use_qk_norm=False
+    )
     eps = read.number("rms_norm_eps", None, least=1e-30, most=1.0)
     residual = Residual(parallel=True, centred=eps is None)
     sparse = after_dense_layers(read)

@@ -67,8 +67,7 @@ def indexer_types(read: Fields) -> list[str]:
 
 def latent_attention(read: Fields, query_scale: QueryFactor | None = None) -> Latent:
     """Latent attention with DeepSeek's names of its sizes."""
-    read.must_equal("rope_interleave", True)
-    read.must_equal("attention_bias", False)
+    read.must_have(rope_interleave=True, attention_bias=False)
     turning = rotation(read, read.count("qk_rope_head_dim"), share=None, interleaved=True)
     return Latent(**latent_sizes(read), rotation=turning, query_scale=query_scale)
 

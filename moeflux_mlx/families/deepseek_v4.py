@@ -16,15 +16,14 @@ HASHED, ROUTED = "hash_moe", "moe"
 
 
 def _deepseek_v4(read: Fields) -> JsonDict:
-    for name, wanted in (
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("scoring_func", "sqrtsoftplus"),
-        ("topk_method", "noaux_tc"),
-        ("norm_topk_prob", True),
-        ("num_key_value_heads", 1),
-    ):
-        read.must_equal(name, wanted)
+    read.must_have(
+        attention_bias=False,
+        mlp_bias=False,
+        scoring_func="sqrtsoftplus",
+        topk_method="noaux_tc",
+        norm_topk_prob=True,
+        num_key_value_heads=1,
+    )
     residual = Residual(
         connections=HyperConnections(
             streams=read.count("hc_mult", 4, most=64),

@@ -27,11 +27,14 @@ USUAL = {
 
 
 def _deepseek_v41(read: Fields) -> JsonDict:
-    for name, wanted in (
-        *(("attention_bias", False), ("scoring_func", "sqrtsoftplus"), ("topk_method", "noaux_tc")),
-        *(("norm_topk_prob", True), ("num_key_value_heads", 1), ("gate_temp", 1)),
-    ):
-        read.must_equal(name, wanted)
+    read.must_have(
+        attention_bias=False,
+        scoring_func="sqrtsoftplus",
+        topk_method="noaux_tc",
+        norm_topk_prob=True,
+        num_key_value_heads=1,
+        gate_temp=1,
+    )
     streams = HyperConnections(
         streams=read.count("hc_mult", 4, most=64),
         iterations=read.count("hc_sinkhorn_iters", 20, most=1000),

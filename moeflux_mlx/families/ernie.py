@@ -9,8 +9,7 @@ from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, GgufFamily, Me
 
 
 def _ernie4_5_moe(read: Fields) -> JsonDict:
-    for name, wanted in (("hidden_act", "silu"), ("use_bias", False), ("moe_gate_act", "softmax")):
-        read.must_equal(name, wanted)
+    read.must_have(hidden_act="silu", use_bias=False, moe_gate_act="softmax")
     read.must_equal("moe_norm_min", 1e-12)  # the least sum of weights, far below any softmax's best
     shared = read.count("moe_intermediate_size") * read.count("moe_num_shared_experts", 2, least=0)
     names = {"num_experts": read.count("moe_num_experts"), "num_experts_per_tok": read.count("moe_k")}

@@ -80,6 +80,11 @@ class Fields:
             raise out_of_range(name, value, f"a number from {least:g} to {most:g}")
         return value
 
+    def must_have(self, **wanted: JsonValue) -> None:
+        """Raises ConfigError: one of these fields has another value than it has here; it may be missing."""
+        for name, value in wanted.items():
+            self.must_equal(name, value)
+
     def must_equal(self, name: str, wanted: object) -> None:
         value = self.config.get(name)
         if value is not None and value != wanted:
@@ -105,12 +110,7 @@ def common(read: Fields, eps: float = 1e-6, windows: bool = False) -> JsonDict:
 
     `eps`: that of norms if the field is missing. `windows`: what a file may say in `use_sliding_window`.
     """
-    for name, wanted in (
-        ("hidden_act", "silu"),
-        ("tie_word_embeddings", False),
-        ("use_sliding_window", windows),
-    ):
-        read.must_equal(name, wanted)
+    read.must_have(hidden_act="silu", tie_word_embeddings=False, use_sliding_window=windows)
     return sizes(read, eps)
 
 
@@ -260,8 +260,7 @@ def scale(read: Fields, name: str) -> float:
 
 def noaux_experts(read: Fields) -> Experts:
     """`grouped_experts` behind DeepSeek-V3's router: sigmoids, and a correction bias."""
-    read.must_equal("topk_method", "noaux_tc")
-    read.must_equal("scoring_func", "sigmoid")
+    read.must_have(topk_method="noaux_tc", scoring_func="sigmoid")
     return grouped_experts(read, score="sigmoid", correction_bias=True)
 
 

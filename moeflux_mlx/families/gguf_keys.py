@@ -233,6 +233,11 @@ class Keys:
             raise ConfigError(f"GGUF metadata {self.architecture}.{key} is {whole}, which {parts} parts do not divide")
         return int(whole // parts)
 
+    def must_have(self, **wanted: JsonValue) -> None:
+        """Raises ConfigError: one of these keys has another value than it has here; it may be missing."""
+        for key, value in wanted.items():
+            self.must_equal(key, value)
+
     def must_equal(self, key: str, wanted: object) -> None:
         """Raises ConfigError: the key has another value."""
         value = shortened(self._value(f"{self.architecture}.{key}"))

@@ -34,18 +34,17 @@ SPARSE = ("deepseek_sparse_attention", "indexed_attention", "full_attention")  #
 
 
 def _glm5_next(read: Fields) -> JsonDict:
-    for name, wanted in (
-        ("attention_bias", False),
-        ("mhc", True),
-        ("mla_use_nope", True),
-        ("qk_rope_head_dim", 0),
-        ("index_kpool_compress", True),
-        ("index_kpool_always_select_tail", True),
-        ("index_topk_freq", 1),
-        ("index_topk_pattern", None),
-        ("moe_router_dtype", "float32"),
-    ):
-        read.must_equal(name, wanted)
+    read.must_have(
+        attention_bias=False,
+        mhc=True,
+        mla_use_nope=True,
+        qk_rope_head_dim=0,
+        index_kpool_compress=True,
+        index_kpool_always_select_tail=True,
+        index_topk_freq=1,
+        index_topk_pattern=None,
+        moe_router_dtype="float32",
+    )
     heads = read.count("num_attention_heads")
     if read.count("num_key_value_heads", heads) != heads:
         raise ConfigError(f"num_key_value_heads is not num_attention_heads {heads}, which is not implemented")

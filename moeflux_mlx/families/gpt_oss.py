@@ -11,8 +11,7 @@ ALPHA = 1.702  # of the sigmoid in its experts
 
 
 def _gpt_oss(read: Fields) -> JsonDict:
-    read.must_equal("attention_bias", True)
-    read.must_equal("swiglu_alpha", ALPHA)
+    read.must_have(attention_bias=True, swiglu_alpha=ALPHA)
     limit = read.number("swiglu_limit", 7.0, least=1e-3, most=1e6)
     moe = experts(read, width="intermediate_size", logit_bias=True)
     moe = replace(moe, activation=Activation("clip then swish", limit), biases=True)

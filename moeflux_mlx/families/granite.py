@@ -30,11 +30,7 @@ KINDS = {"mamba": LINEAR, LINEAR: LINEAR, "attention": FULL, FULL: FULL}
 
 
 def _granitemoehybrid(read: Fields) -> JsonDict:
-    for name, wanted in (
-        *(("hidden_act", "silu"), ("attention_bias", False)),
-        *(("mamba_proj_bias", False), ("mamba_conv_bias", True)),
-    ):
-        read.must_equal(name, wanted)
+    read.must_have(hidden_act="silu", attention_bias=False, mamba_proj_bias=False, mamba_conv_bias=True)
     moe = experts(read, SharedExpert(read.count("shared_intermediate_size", 1024)), width="intermediate_size")
     parts: dict[str, Mixer] = {LINEAR: _mamba(read), FULL: _attention(read)}
     kinds = layer_kinds(read, "layer_types|layers_block_type", tuple(KINDS)) or [LINEAR] * layer_count(read)

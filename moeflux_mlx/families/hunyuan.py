@@ -20,9 +20,10 @@ from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, SIGMOID, GgufF
 
 
 def _hy_v3(read: Fields) -> JsonDict:
-    for name in ("moe_router_use_sigmoid", "moe_router_enable_expert_bias", "qk_norm", "route_norm"):
-        read.must_equal(name, True)
-    read.must_equal("mlp_bias", False)
+    read.must_have(
+        **dict.fromkeys(("moe_router_use_sigmoid", "moe_router_enable_expert_bias", "qk_norm", "route_norm"), True),
+        mlp_bias=False,
+    )
     factor = scale(read, "router_scaling_factor")
     moe = experts(read, shared_expert(read), score="sigmoid", correction_bias=True, scale=factor)
     mixers = [grouped_query(read)] * layer_count(read)
@@ -31,12 +32,15 @@ def _hy_v3(read: Fields) -> JsonDict:
 
 def _hunyuan_v1_moe(read: Fields) -> JsonDict:
     """Of fields that may have a number for each layer, all numbers must be the same."""
-    for name, wanted in (
-        *(("hidden_act", "silu"), ("use_qk_norm", True), ("use_mixed_mlp_moe", True), ("norm_topk_prob", True)),
-        *((name, False) for name in ("use_cla", "use_mla", "mlp_bias")),
-        *(("moe_layer_num_skipped", 0), ("routed_scaling_factor", 1.0)),
-    ):
-        read.must_equal(name, wanted)
+    read.must_have(
+        hidden_act="silu",
+        use_qk_norm=True,
+        use_mixed_mlp_moe=True,
+        norm_topk_prob=True,
+        **dict.fromkeys(("use_cla", "use_mla", "mlp_bias"), False),
+        moe_layer_num_skipped=0,
+        routed_scaling_factor=1.0,
+    )
     of_layers = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
     read = Fields({**read.config, **{name: _of_all_layers(read, name) for name in of_layers}})
     names = {"num_experts_per_tok": "moe_topk", "head_dim": "attention_head_dim"}

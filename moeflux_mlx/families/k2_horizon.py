@@ -32,11 +32,13 @@ def _k2_horizon(read: Fields) -> JsonDict:
         raise ConfigError(
             "a dense K2 Horizon model (0.9B to 7B) does not run here: it has no experts; K2-Horizon-MoVA runs"
         )
-    for name, wanted in (
-        *(("router_score_func", "sigmoid"), ("norm_topk_prob", True), ("moe_gate_bias", True)),
-        *(("query_key_norm", False), ("rope_head_dim", read.config.get("head_dim"))),
-    ):
-        read.must_equal(name, wanted)
+    read.must_have(
+        router_score_func="sigmoid",
+        norm_topk_prob=True,
+        moe_gate_bias=True,
+        query_key_norm=False,
+        rope_head_dim=read.config.get("head_dim"),
+    )
     if read.required("attention_gate_func", str) != "softplus":
         read.must_equal("attention_gate_func", "softplus")
     factor = scale(read, "router_scaling_factor")

@@ -34,11 +34,13 @@ from .minimax import RENAMES as OF_EXPERTS
 
 def _kimi_linear(read: Fields) -> JsonDict:
     read = as_of_kimi(read)
-    for name, wanted in (
-        *(("mla_use_nope", True), ("attention_bias", False), ("moe_router_activation_func", "sigmoid")),
-        *(("moe_layer_freq", 1), ("use_grouped_topk", True)),
-    ):
-        read.must_equal(name, wanted)
+    read.must_have(
+        mla_use_nope=True,
+        attention_bias=False,
+        moe_router_activation_func="sigmoid",
+        moe_layer_freq=1,
+        use_grouped_topk=True,
+    )
     parts: dict[str, Mixer] = {LINEAR: _delta(read), FULL: _attention(read)}
     mixers = [parts[kind] for kind in _kinds(read)]
     made = layers(read, mixers, _experts(read), after_dense_layers(read), _residual(read))

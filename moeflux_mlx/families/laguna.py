@@ -23,13 +23,9 @@ from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, SIGMOID, GgufF
 
 
 def _laguna(read: Fields) -> JsonDict:
-    for name, wanted in (
-        ("attention_bias", False),
-        ("qkv_bias", False),
-        ("moe_apply_router_weight_on_input", False),
-        ("moe_router_score_func", "sigmoid"),
-    ):
-        read.must_equal(name, wanted)
+    read.must_have(
+        attention_bias=False, qkv_bias=False, moe_apply_router_weight_on_input=False, moe_router_score_func="sigmoid"
+    )
     if read.config.get("gating", True) not in (True, "per-head"):
         raise ConfigError(f"config field 'gating' is {read.config['gating']!r}; only 'per-head' is implemented")
     shared = SharedExpert(read.count("shared_expert_intermediate_size"))
@@ -73,8 +69,7 @@ FAMILIES = {"laguna": Family(_laguna, renames=RENAMES)}
 
 def _gguf(read: Metadata) -> JsonDict:
     """Without a window all layers see everything."""
-    read.must_equal("expert_gating_func", SIGMOID)
-    read.must_equal("expert_weights_norm", True)
+    read.must_have(expert_gating_func=SIGMOID, expert_weights_norm=True)
     window, width, theta = read.count("attention.sliding_window", 0), read.head_width(1), read.theta()
     turned = read.count("rope.dimension_count", width)
     narrow = read.count("rope.dimension_count_swa", turned)

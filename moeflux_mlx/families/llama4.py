@@ -26,8 +26,7 @@ CHUNKED = "chunked_attention"
 
 
 def _llama4(read: Fields) -> JsonDict:
-    for name, wanted in (("attention_bias", False), ("num_experts_per_tok", 1)):
-        read.must_equal(name, wanted)
+    read.must_have(attention_bias=False, num_experts_per_tok=1)
     read = Fields({"num_experts_per_tok": 1, **read.config})
     width = "intermediate_size"
     moe = experts(

@@ -21,11 +21,14 @@ USUAL = {
 def _longcat_flash(read: Fields) -> JsonDict:
     read = Fields({**USUAL, **read.config})
     read = Fields({**read.config, "num_experts_per_tok": read.count("moe_topk")})
-    for name, wanted in (
-        *(("attention_method", "MLA"), ("zero_expert_type", "identity"), ("norm_topk_prob", False)),
-        *(("router_bias", False), ("mla_scale_q_lora", True), ("mla_scale_kv_lora", True)),
-    ):
-        read.must_equal(name, wanted)
+    read.must_have(
+        attention_method="MLA",
+        zero_expert_type="identity",
+        norm_topk_prob=False,
+        router_bias=False,
+        mla_scale_q_lora=True,
+        mla_scale_kv_lora=True,
+    )
     hidden, attention = read.count("hidden_size"), latent_attention(read)
     attention = replace(
         attention,

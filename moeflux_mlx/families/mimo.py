@@ -22,13 +22,7 @@ from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, GgufFamily, Me
 
 
 def _mimo_v2_flash(read: Fields) -> JsonDict:
-    for name, wanted in (
-        ("topk_method", "noaux_tc"),
-        ("scoring_func", "sigmoid"),
-        ("attention_bias", False),
-        ("n_shared_experts", 0),
-    ):
-        read.must_equal(name, wanted)
+    read.must_have(topk_method="noaux_tc", scoring_func="sigmoid", attention_bias=False, n_shared_experts=0)
     moe = experts(
         read,
         score="sigmoid",

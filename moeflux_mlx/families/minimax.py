@@ -26,14 +26,13 @@ SPARSE = "minimax_m3_sparse"
 
 def _minimax_m2(read: Fields) -> JsonDict:
     count = layer_count(read)
-    for name, wanted in (
-        ("scoring_func", "sigmoid"),
-        ("use_routing_bias", True),
-        ("use_qk_norm", True),
-        ("qk_norm_type", "per_layer"),
-        ("shared_intermediate_size", 0),
-    ):
-        read.must_equal(name, wanted)
+    read.must_have(
+        scoring_func="sigmoid",
+        use_routing_bias=True,
+        use_qk_norm=True,
+        qk_norm_type="per_layer",
+        shared_intermediate_size=0,
+    )
     layer_kinds(read, "attn_type_list", (1,))  # the linear attention of MiniMax-01 is 0
     moe = experts(read, width="intermediate_size", score="sigmoid", correction_bias=True)
     attention = grouped_query(read, share=_turned_share(read), norm="flat")
@@ -48,15 +47,14 @@ def _turned_share(read: Fields) -> float:
 
 def _minimax_m3(read: Fields) -> JsonDict:
     """The text part. The publisher nests what the indexer has under `sparse_attention_config`."""
-    for name, wanted in (
-        ("scoring_func", "sigmoid"),
-        ("use_routing_bias", True),
-        ("use_qk_norm", True),
-        ("qk_norm_type", "per_head"),
-        ("use_gemma_norm", True),
-        ("swiglu_alpha", 1.702),
-    ):
-        read.must_equal(name, wanted)
+    read.must_have(
+        scoring_func="sigmoid",
+        use_routing_bias=True,
+        use_qk_norm=True,
+        qk_norm_type="per_head",
+        use_gemma_norm=True,
+        swiglu_alpha=1.702,
+    )
     activation = Activation("clip then swish", read.number("swiglu_limit", 7.0, least=1e-6, most=1e6))
     shared = SharedExpert(read.count("shared_intermediate_size"), activation=activation)
     moe = replace(
@@ -90,8 +88,7 @@ def _sparse_fields(read: Fields) -> Fields:
 
 def _head_blocks(read: Fields) -> HeadBlocks:
     own = _sparse_fields(read)
-    for name, wanted in (("index_local_blocks", 1), ("sparse_score_type", "max"), ("sparse_init_block", 0)):
-        own.must_equal(name, wanted)
+    own.must_have(index_local_blocks=1, sparse_score_type="max", sparse_init_block=0)
     sparse, without = (own.optional(f"sparse_{name}", list, []) for name in ("attention_freq", "disable_index_value"))
     if any(flag and not is_without for flag, is_without in zip(sparse, without, strict=False)):
         raise ConfigError("config field 'sparse_disable_index_value' asks for values of the indexer, not implemented")
@@ -134,8 +131,7 @@ PUBLISHED_LIMIT = 7.0  # llama.cpp takes no other one; GGUF has no key for it
 
 def _gguf_m3(read: Metadata) -> JsonDict:
     """The layers with experts have indexers."""
-    read.must_equal("expert_gating_func", SIGMOID)
-    read.must_equal("expert_weights_norm", True)
+    read.must_have(expert_gating_func=SIGMOID, expert_weights_norm=True)
     width, dense = read.count("expert_feed_forward_length"), read.count("leading_dense_block_count", 0)
     flags = [int(layer >= dense) for layer in range(read.layers)]
     has_own = [int(f"blk.{layer}.indexer.k_proj.weight" in read.tensors) for layer in range(read.layers)]

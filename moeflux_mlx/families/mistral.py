@@ -47,8 +47,7 @@ def _query_scale(read: Fields) -> QueryScale:
 
 def _mistral_large4(read: Fields) -> JsonDict:
     read = read.with_usual(USUAL)
-    for name, wanted in (("q_lora_rank", None), ("norm_topk_prob", True)):
-        read.must_equal(name, wanted)
+    read.must_have(q_lora_rank=None, norm_topk_prob=True)
     Fields(read.required("rope_parameters", Mapping)).must_equal("mscale_all_dim", 0)
     return {
         **common(read, eps=1e-5),

@@ -26,12 +26,16 @@ RELU = Activation("relu")
 
 
 def _nemotron_h(read: Fields) -> JsonDict:
-    for name, wanted in (
-        *((name, False) for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias")),
-        *(("use_conv_bias", True), ("tie_word_embeddings", False), ("sliding_window", None), ("n_shared_experts", 1)),
-        *(("mamba_hidden_act", "silu"), ("mlp_hidden_act", "relu2"), ("residual_in_fp32", False)),
-    ):
-        read.must_equal(name, wanted)
+    read.must_have(
+        **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"), False),
+        use_conv_bias=True,
+        tie_word_embeddings=False,
+        sliding_window=None,
+        n_shared_experts=1,
+        mamba_hidden_act="silu",
+        mlp_hidden_act="relu2",
+        residual_in_fp32=False,
+    )
     parts: dict[str, Mixer] = {MAMBA: _mamba(read), ATTENTION: _attention(read)}
     eps = read.number("layer_norm_epsilon", 1e-5, least=1e-30, most=1.0)
     return {**sizes(read), "rms_norm_eps": eps, "layers": _layers(_pattern(read), parts, _experts(read))}

@@ -20,8 +20,7 @@ MOST_HEADS, MOST_LONGEST, LARGEST_TABLE = 64, 16, 1 << 30
 
 
 def _qwen4_exp(read: Fields) -> JsonDict:
-    read.must_equal("norm_topk_prob", True)
-    read.must_equal("attention_bias", False)
+    read.must_have(norm_topk_prob=True, attention_bias=False)
     hidden, streams = read.count("hidden_size"), read.count("hc_count", 4, least=2, most=64)
     residual = Residual(connections=GatedConnections(streams, read.count("hc_lowrank", 320)))
     width = read.count("shared_expert_intermediate_size")

@@ -25,8 +25,7 @@ USUAL = {"routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "n_group": 1,
 
 def _sarvam_moe(read: Fields) -> JsonDict:
     read = read.with_usual({**USUAL, "rope_theta": 8e6})
-    for name, wanted in (("use_qk_norm", True), ("use_bias", False), ("use_qkv_bias", False)):
-        read.must_equal(name, wanted)
+    read.must_have(use_qk_norm=True, use_bias=False, use_qkv_bias=False)
     return _of_mixer(read, grouped_query(read))
 
 
@@ -39,8 +38,7 @@ def _sarvam_mla(read: Fields) -> JsonDict:
 
 
 def _of_mixer(read: Fields, mixer: Mixer) -> JsonDict:
-    for name, wanted in (("score_function", "sigmoid"), ("moe_router_enable_expert_bias", True)):
-        read.must_equal(name, wanted)
+    read.must_have(score_function="sigmoid", moe_router_enable_expert_bias=True)
     parts = layers(read, [mixer] * layer_count(read), noaux_experts(read), after_dense_layers(read))
     return {**common(read), "layers": parts}
 

@@ -14,14 +14,9 @@ from .gguf_rope import llama3_scaling
 
 
 def _step3p5(read: Fields) -> JsonDict:
-    for name, wanted in (
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("use_head_wise_attn_gate", True),
-        ("gating", True),
-        ("norm_expert_weight", True),
-    ):
-        read.must_equal(name, wanted)
+    read.must_have(
+        attention_bias=False, mlp_bias=False, use_head_wise_attn_gate=True, gating=True, norm_expert_weight=True
+    )
     kinds, sparse = _by_layer(read, "layer_types", FULL), _moe_layers(read)
     if not set(kinds) <= {FULL, SLIDING}:
         raise out_of_range("layer_types", kinds, f"{FULL!r} or {SLIDING!r} for each layer")
@@ -126,8 +121,7 @@ FAMILIES = {"step3p5": Family(_step3p5, ZERO_CENTRED, RENAMES)}
 def _gguf(read: Metadata) -> JsonDict:
     """Of layers without a window half of a head rotates, by published configurations and in llama.cpp."""
     kinds = [SLIDING if slides else FULL for slides in read.windows(4)]
-    read.must_equal("expert_gating_func", SIGMOID)
-    read.must_equal("moe_every_n_layers", 1)
+    read.must_have(expert_gating_func=SIGMOID, moe_every_n_layers=1)
     width, theta, dense = read.head_width(1), read.theta(), read.count("leading_dense_block_count", 0)
     read.must_equal("rope.dimension_count", width)
     theta_of = {FULL: theta, SLIDING: read.number("rope.freq_base_swa", theta)}
