@@ -21,7 +21,7 @@ def commit() -> str | None:
         return None
 
 
-def described() -> str:
+def full_version() -> str:
     """The version, with its commit if known."""
     built_from = commit()
     return VERSION if built_from is None else f"{VERSION} ({built_from})"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..errors import did_you_mean
 from ..foreign import remedy_of_command
 from ..process import check_mlx
-from ..version import described
+from ..version import full_version
 from .interrupts import end_at_once
 from .terminal import say
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_mlx()
         return importlib.import_module(COMMANDS[words[0]][0]).main(words[1:])
     if words == ["--version"]:
-        say(f"moeflux-mlx {described()}")
+        say(f"moeflux-mlx {full_version()}")
         return 0
     if words and words[0] not in ("-h", "--help"):
         instead = remedy_of_command(words)

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ..files import directory, replace_file
 from ..ops.chips import CHIPS
-from ..version import described
+from ..version import full_version
 from .diagnosis import Facts, Finding, first_lines
 from .options import file_to_write
 from .terminal import note
@@ -55,7 +55,7 @@ def write_report(facts: Facts, with_disk: bool, name: str, more: Mapping[str, Ca
         print(text, flush=True)
         kept.append(text)
 
-    add(f"moeflux {described()}", f"made by moeflux doctor --report, {time.strftime('%Y-%m-%d')}")
+    add(f"moeflux {full_version()}", f"made by moeflux doctor --report, {time.strftime('%Y-%m-%d')}")
     for title, part in {**facts.table(with_disk, whole=True), **more}.items():
         note(f"{title} ...")
         save(path, [*kept, f"\n{title}: began, and the program ended before it did"])

@@ -174,11 +174,11 @@ def serve(
 
 
 def _why(error: BaseException) -> str:
-    from ..server.faults import described
+    from ..server.faults import names_and_lines
 
     if isinstance(error, MoefluxError):
         return str(error)
-    return f"the model cannot be loaded: {error!r}; {described(error)}"
+    return f"the model cannot be loaded: {error!r}; {names_and_lines(error)}"
 
 
 def check_installed() -> None:

@@ -28,7 +28,7 @@ from ..opening.engine import Engine, open_engine
 from ..ops import backend
 from ..planning.awake import Awake
 from ..planning.machine import in_gb, machine_figures, used_memory
-from ..version import described
+from ..version import full_version
 from .diagnosis import Finding, first_lines, machine_lines
 from .options import file_to_write
 from .reporting import save, without_names
@@ -184,7 +184,7 @@ def run(options: argparse.Namespace) -> int:
     if not (math.isfinite(minutes) and minutes > 0):
         raise RequestError(f"--soak is {minutes}; give a number of minutes above 0")
     path = file_to_write("--soak", FILE)
-    lines = [f"moeflux {described()}", f"made by moeflux doctor --soak {minutes:g}, {time.strftime('%Y-%m-%d')}"]
+    lines = [f"moeflux {full_version()}", f"made by moeflux doctor --soak {minutes:g}, {time.strftime('%Y-%m-%d')}"]
     lines += [*machine_lines(machine_figures()), f"model     {options.model or 'demo'}, wired: {options.wired}", ""]
     fault = ""
     try:

@@ -482,7 +482,7 @@ def plan_down(
     arrays: RecordArrays = ONE_ARRAY,
     row: int = 0,
 ) -> Launch | Reason:
-    check_activations("act", act, dtypes[0], rank=3)
+    check_activations("act", act, dtypes[0], axes=3)
     check_activations("residual", (prod(residual[:-1]), residual[-1]), dtypes[1])
     tokens, each, inner = act
     hidden, top_k = residual[-1], each - joined
@@ -529,7 +529,7 @@ def _multiply(x: mx.array, slots: mx.array, records: Records, projection: Projec
     return product if projection.bias is None else product + values(projection.bias).astype(mx.float32)
 
 
-def joined(first: mx.array, second: mx.array, record: Record) -> mx.array:
+def activated(first: mx.array, second: mx.array, record: Record) -> mx.array:
     """Joins the products [..., I] with the matrices in the places of gate and up."""
     if record.interleaved:
         both = mx.concatenate([first, second], axis=-1)
@@ -541,7 +541,7 @@ def _gate_up_ops(x: mx.array, slots: mx.array, records: Records) -> mx.array:
     def run(x: mx.array, slots: mx.array) -> mx.array:
         each = mx.repeat(x, slots.shape[1], axis=0)
         made = [_multiply(each, slots, records, part) for part in records.record.firsts]
-        return joined(made[0], made[-1], records.record).astype(x.dtype).reshape(*slots.shape, -1)
+        return activated(made[0], made[-1], records.record).astype(x.dtype).reshape(*slots.shape, -1)
 
     return row_by_row(run, x, slots)
 

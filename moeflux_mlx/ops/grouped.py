@@ -21,7 +21,7 @@ from .chips import M5_GENERATION, generation_of
 from .combine import moe_combine
 from .dequantize import DenseParts, dense, dequantized_records, linear_biases, views
 from .expert_rows import expert_rows, starts_of
-from .experts import expert_down_combine, expert_gate_up, joined, native_refusal
+from .experts import activated, expert_down_combine, expert_gate_up, native_refusal
 from .forms import factors, is_computed, settings
 from .gather_rows import gather_rows
 from .interrupt import check
@@ -309,10 +309,10 @@ def dense_ffn(
     """
     made: list[mx.array] = list(mx.split(x @ gate_up.swapaxes(-1, -2), len(record.firsts), axis=-1))
     if biases is None:
-        return joined(made[0], made[-1], record) @ down.swapaxes(-1, -2)
+        return activated(made[0], made[-1], record) @ down.swapaxes(-1, -2)
     *of_firsts, of_down = (bias[:, None] for bias in biases)
     made = [product + bias for product, bias in zip(made, of_firsts, strict=True)]
-    return joined(made[0], made[-1], record) @ down.swapaxes(-1, -2) + of_down
+    return activated(made[0], made[-1], record) @ down.swapaxes(-1, -2) + of_down
 
 
 def grouped_ffn(
@@ -337,7 +337,7 @@ def grouped_ffn(
         return made if biases is None else made + biases[which]
 
     firsts = [product(x, i) for i in range(len(record.firsts))]
-    return product(joined(firsts[0], firsts[-1], record), -1)
+    return product(activated(firsts[0], firsts[-1], record), -1)
 
 
 def _multiply(x: mx.array, part: DenseParts, projection: Projection, owners: mx.array) -> mx.array:

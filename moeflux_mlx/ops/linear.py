@@ -253,11 +253,11 @@ def _unread(quant: Quant, columns: int) -> Reason:
     return Reason(f"no kernel reads {quant} in rows of {columns} columns")
 
 
-def check_activations(name: str, shape: Shape, dtype: mx.Dtype, rank: int = 2) -> None:
+def check_activations(name: str, shape: Shape, dtype: mx.Dtype, axes: int = 2) -> None:
     """Raises RequestError: the kernels for few tokens do not take such an array."""
     require(dtype in FLOATS, f"{name} is {dtype}; the kernels take float32, bfloat16 or float16")
-    good = len(shape) == rank and shape[-1] % MULTIPLE == 0 and shape[-1] > 0
-    require(good, f"{name} is {shape}; expected {rank} axes, the last a multiple of {MULTIPLE}")
+    good = len(shape) == axes and shape[-1] % MULTIPLE == 0 and shape[-1] > 0
+    require(good, f"{name} is {shape}; expected {axes} axes, the last a multiple of {MULTIPLE}")
     require(1 <= shape[0] <= MAX_TOKENS, f"{name} has {shape[0]} tokens; the kernels take 1 to {MAX_TOKENS}")
 
 

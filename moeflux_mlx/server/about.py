@@ -26,10 +26,10 @@ def descriptions(served: Served) -> list[JsonDict]:
     """All models, the embedding model last."""
     embedder = served.embedder
     made = [description(served, name) for name in served.models.choices]
-    return made if embedder is None else [*made, described(served, embedder)]
+    return made if embedder is None else [*made, embedding_entry(served, embedder)]
 
 
-def described(served: Served, embedder: Embedder) -> JsonDict:
+def embedding_entry(served: Served, embedder: Embedder) -> JsonDict:
     return models.model(embedder.name, served.started, embedder.limit, {"value": embedder.state}, embedding=True)
 
 
@@ -42,7 +42,7 @@ async def show_model(served: Served, http: HttpRequest) -> Response:
     if not asked:
         return await list_models(served, http)
     if served.embedder is not None and asked == served.embedder.name:
-        return JSONResponse(described(served, served.embedder))
+        return JSONResponse(embedding_entry(served, served.embedder))
     return JSONResponse({**description(served, served.models.find(asked).name), "id": asked})
 
 
@@ -53,7 +53,7 @@ async def list_tags(served: Served, http: HttpRequest) -> Response:
 async def show_tag(served: Served, http: HttpRequest) -> Response:
     asked = await served.read(http, lambda data: ollama.asked_model(parse(data)))
     if served.embedder is not None and asked == served.embedder.name:
-        return JSONResponse(ollama.show(described(served, served.embedder), tools=False))
+        return JSONResponse(ollama.show(embedding_entry(served, served.embedder), tools=False))
     name = served.models.find(asked).name
     preparer = await served.models.preparer(name)
     return JSONResponse(ollama.show(description(served, name), preparer is not None and preparer.dialect is not None))

@@ -37,7 +37,7 @@ from .wire import chat, completions, embeddings, messages, ollama, tokenize
 from .wire.embeddings import EmbeddingRequest
 from .wire.fields import parse
 from .wire.ids import Ids
-from .wire.replies import Reply, error_headers, joined
+from .wire.replies import Reply, error_headers, with_all_choices
 from .wire.responses_items import StoredResponses
 
 
@@ -146,7 +146,7 @@ async def _whole(
     bodies = [wire.whole(asked, events, choice.ids) for choice, events in collected.items()]  # names the calls
     for choice in collected:
         over(choice)
-    return JSONResponse(bodies[0] if len(bodies) == 1 else joined(bodies, last))
+    return JSONResponse(bodies[0] if len(bodies) == 1 else with_all_choices(bodies, last))
 
 
 async def _count_tokens(served: Served, http: HttpRequest) -> Response:

@@ -12,11 +12,11 @@ TELLING = (DeviceError, ExpertIOError)  # their messages have the remedy; those 
 
 def report(what: str, error: BaseException) -> None:
     """Logs that `what` happened, and why: the error's message if it contains no request, else where it was raised."""
-    why = f"{type(error).__name__}: {error}" if isinstance(error, TELLING) else described(error)
+    why = f"{type(error).__name__}: {error}" if isinstance(error, TELLING) else names_and_lines(error)
     print(f"error: {what}: {why}", file=sys.stderr, flush=True)
 
 
-def described(error: BaseException) -> str:
+def names_and_lines(error: BaseException) -> str:
     """The names of an unexpected error and of its causes, each with the lines of code that it passed through."""
     return "\nbecause of ".join("\n".join(_lines(one)) for one in _chain(error))
 

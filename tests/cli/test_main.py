@@ -13,7 +13,7 @@ from tiny_models import child_environment
 
 import moeflux_mlx
 from moeflux_mlx.cli.main import COMMANDS, main
-from moeflux_mlx.version import VERSION, described
+from moeflux_mlx.version import VERSION, full_version
 
 PYTHON = [sys.executable, "-W", "error"]
 
@@ -206,7 +206,7 @@ def test_a_model_without_its_option_is_told_the_option(name, capsys):
 
 def test_the_version(capsys):
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"moeflux-mlx {described()}\n"
+    assert capsys.readouterr().out == f"moeflux-mlx {full_version()}\n"
     assert moeflux_mlx.__version__ == VERSION
 
 

@@ -10,7 +10,7 @@ from .answer import Block, BlockStep, WireAnswer
 from .fields import Body, check, wrong
 from .ids import Ids
 from .images import without_images
-from .parts import joined, texts, unserved
+from .parts import text_of, texts, unserved
 from .replies import Chunks, counts, failure, folded, logprob, openai_error
 
 error = openai_error
@@ -74,11 +74,11 @@ def _message(item: Body) -> Message:
         text = conversation.system_text(texts(item, "content"))
         return {"role": "system", "content": text}
     if role == "user":
-        return {"role": "user", "content": joined(item, "content")}
+        return {"role": "user", "content": text_of(item, "content")}
     if role == "assistant":
         return _assistant(item)
     if role == "tool":
-        return conversation.result(joined(item, "content"), item.text("tool_call_id"), item.text("name"))
+        return conversation.result(text_of(item, "content"), item.text("tool_call_id"), item.text("name"))
     raise item.wrong("role", "system, developer, user, assistant or tool")
 
 
@@ -87,7 +87,7 @@ def _assistant(item: Body) -> Message:
         raise unserved(Body({"type": "audio"}, item.name("audio")), "audio")
     reasoning = next((value for key in _REASONING if isinstance(value := item.get(key), str) and value), None)
     return conversation.assistant(
-        joined(item, "content"), reasoning, [_call(call) for call in item.objects("tool_calls")]
+        text_of(item, "content"), reasoning, [_call(call) for call in item.objects("tool_calls")]
     )
 
 
@@ -171,7 +171,7 @@ class ChatReply(Chunks):
             yield self._delta({"tool_calls": [{"index": index, "function": {"arguments": step.text}}]})
 
     def empty(self, finish: Finish | None = None) -> JsonDict:
-        return self._choice({}, finish and _FINISH[self.answer.reason()])
+        return self._choice({}, None if finish is None else _FINISH[self.answer.reason()])
 
     def _delta(self, delta: JsonObject) -> bytes:
         return self.chunk_of([self._choice(delta)])

@@ -82,7 +82,7 @@ def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = Non
 
 
 def _choice(index: int, text: str, finish: Finish | None = None) -> JsonDict:
-    reason = finish and ("length" if finish.reason == "length" else "stop")
+    reason = None if finish is None else "length" if finish.reason == "length" else "stop"
     return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
 

@@ -9,7 +9,7 @@ from ..request import Request
 from . import conversation, settings, tools
 from .fields import Body, check, shown
 from .images import without_images
-from .parts import joined, texts, unserved
+from .parts import text_of, texts, unserved
 from .replies import NO_THREADS
 
 MOST_NAMED = 8  # tools, in the message that refuses them
@@ -155,4 +155,4 @@ def _document(part: Body) -> str | None:
     source = part.object("source")
     if source is None or source.text("type") not in ("text", "content"):
         raise unserved(part, "document")
-    return source.text("data") if source.text("type") == "text" else joined(source, "content")
+    return source.text("data") if source.text("type") == "text" else text_of(source, "content")

@@ -27,7 +27,7 @@ def texts(message: Body, key: str, others: Mapping[str, Callable[[Body], str | N
     return [text for text in part_texts if text]
 
 
-def joined(message: Body, key: str) -> str:
+def text_of(message: Body, key: str) -> str:
     return "\n".join(texts(message, key))
 
 

@@ -205,7 +205,7 @@ def openai_usage(finish: Finish) -> JsonDict:
     }
 
 
-def joined(bodies: Sequence[JsonDict], total: Finish) -> JsonDict:
+def with_all_choices(bodies: Sequence[JsonDict], total: Finish) -> JsonDict:
     """One body with the choices of several, and the counts of all of them."""
     choices = [choice for body in bodies for choice in body["choices"]]
     return {**bodies[0], "choices": choices, **counts(total)}

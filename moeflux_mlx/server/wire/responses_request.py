@@ -10,7 +10,7 @@ from ..request import Request
 from . import conversation, settings, tools
 from .fields import Body, check
 from .images import without_images
-from .parts import joined, texts
+from .parts import text_of, texts
 from .responses_tools import flat, offered
 
 _KEPT = "this server keeps no responses; send the whole conversation as input"
@@ -155,13 +155,13 @@ class _Turns:
     def _message(self, item: Body) -> None:
         role = item.required_text("role")
         if role == "assistant":
-            turn, text = self._turn(), joined(item, "content")
+            turn, text = self._turn(), text_of(item, "content")
             turn["content"] = "\n".join(part for part in (turn["content"], text) if part)
         elif role in ("system", "developer"):
             text = conversation.system_text(texts(item, "content"))
             self._messages.append({"role": "system", "content": text})
         elif role == "user":
-            self._messages.append({"role": "user", "content": joined(item, "content")})
+            self._messages.append({"role": "user", "content": text_of(item, "content")})
         else:
             raise item.wrong("role", "user, assistant, system or developer")
 
@@ -173,7 +173,7 @@ class _Turns:
     def _result(self, item: Body) -> None:
         id = item.text("call_id")
         if not id or id not in self._passed_over:  # Codex sends the output of a shell's call as that of a function
-            self._messages.append(conversation.result(joined(item, "output"), id))
+            self._messages.append(conversation.result(text_of(item, "output"), id))
 
     def _turn(self) -> Message:
         """The assistant's message that is being put together, with the thoughts before what is added now."""
