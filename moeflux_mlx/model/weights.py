@@ -65,11 +65,11 @@ def fill(
     for own, parameter in cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())):
         name, (owner, _, leaf) = _below(path, own), own.rpartition(".")
         if name.endswith(TABLE):
-            block = _module(module, owner)
+            block = module_at(module, owner)
             setattr(block, leaf, _take_table(left, name, parameter.shape, block.rule.experts))
         elif not is_of_matrix(name, matrices):
             tensor = floats[name] = _take_float(left, name, parameter.shape)
-            setattr(_module(module, owner), leaf, tensor.astype(kept_dtype(name, tensor, dtype)))
+            setattr(module_at(module, owner), leaf, tensor.astype(kept_dtype(name, tensor, dtype)))
     _check_finite(floats)
     floats.clear()
     arrange(module)
@@ -91,7 +91,8 @@ def _below(path: str, name: str) -> str:
     return ".".join(filter(None, (path, name)))
 
 
-def _module(model: nn.Module, path: str) -> Any:
+def module_at(model: nn.Module, path: str) -> nn.Module:
+    """The part of a model that has this path."""
     module: Any = model
     for part in filter(None, path.split(".")):
         module = module[int(part)] if isinstance(module, list) else getattr(module, part)

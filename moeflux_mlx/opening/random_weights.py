@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from ..formats.record import ExpertLayout, Record
 from ..layers import Weight
 from ..model.tensors import TABLE, is_of_matrix, kept_dtype, needed, stored_as
-from ..model.weights import arrange
+from ..model.weights import arrange, module_at
 from ..ops.forms import DTYPES, settings
 from ..ops.records import Records
 from ..quant import FLOAT, GLOBAL_SCALE, GLOBAL_UNIT, GRID, MODES, SUPERS, Quant, Quantization
@@ -77,18 +77,11 @@ def randomise(module: nn.Module, path: str, shapes: Shapes, fill: Fill | None = 
         owner, _, leaf = name.rpartition(".")
         if f".{name}".endswith(TABLE):
             ids = mx.random.randint(0, shapes.args.num_experts, value.shape, mx.uint32)
-            setattr(_part(module, owner), leaf, ids)
+            setattr(module_at(module, owner), leaf, ids)
         elif not is_of_matrix(name, matrices):
             values = mx.random.normal(value.shape) * 0.1 + (leaf == "weight")
-            setattr(_part(module, owner), leaf, values.astype(kept_dtype(f".{path}{name}", values, shapes.dtype)))
+            setattr(module_at(module, owner), leaf, values.astype(kept_dtype(f".{path}{name}", values, shapes.dtype)))
     arrange(cast(Any, module))
-
-
-def _part(module: nn.Module, path: str) -> Any:
-    part: Any = module
-    for name in filter(None, path.split(".")):
-        part = part[int(name)] if isinstance(part, list) else getattr(part, name)
-    return part
 
 
 def fill_randomly(matrix: Weight, quant: Quant | None, dtype: mx.Dtype) -> None:
