@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from .cli.run import Parser, main_of  # first: where MLX is missing, it says so
 
 # isort: split
-from .calibration.convert import DEFAULT_TEXT, Calibration, convert_calibrated, plan_calibrated
+from .calibration.calibrated import DEFAULT_TEXT, Calibration, convert_calibrated, plan_calibrated
 from .calibration.rounding import CALIBRATED_METHODS, GPTQ
 from .cli.fetching import downloaded
 from .cli.interrupts import INTERRUPTED
@@ -24,7 +24,7 @@ from .formats.packed import FOLDER
 from .model.tensors import token_bytes
 from .opening.remote import is_remote
 from .opening.weights import open_weights
-from .packing.convert import LAYOUTS, PACKED, ConversionReport, ConvertSettings, convert, convert_with
+from .packing.conversion import LAYOUTS, PACKED, ConversionReport, ConvertSettings, convert, convert_with
 from .packing.ggml import TYPES
 from .packing.located import Located
 from .packing.recipe import RECIPES

@@ -36,7 +36,7 @@ QUESTIONS = {  # about a model's directory, besides `packing/located.py`: the mo
     "read_config": ("formats/checkpoint.py", "packing/supply.py"),
     "described_files": (),
     "ModelArgs.from_file": ("packing/plan.py",),
-    "load_tokenizer": ("packing/gguf_folder.py", "calibration/convert.py"),
+    "load_tokenizer": ("packing/gguf_folder.py", "calibration/calibrated.py"),
 }
 DRIVES = re.compile(r"(.*\.)?_?model\.(advance|step)")
 PRIVATE = re.compile(r"(?:.*\.)?(_[A-Za-z]\w*)")  # a name, perhaps with those of what it belongs to

@@ -23,11 +23,11 @@ import mlx.core as mx
 import numpy as np
 
 from moeflux_mlx import configure_mlx, load_model
-from moeflux_mlx.calibration.convert import Calibration, convert_calibrated
+from moeflux_mlx.calibration.calibrated import Calibration, convert_calibrated
 from moeflux_mlx.calibration.layers import LayerRun
 from moeflux_mlx.calibration.weights import open_layers
 from moeflux_mlx.formats.packed import open_packed
-from moeflux_mlx.packing.convert import ConvertSettings, convert
+from moeflux_mlx.packing.conversion import ConvertSettings, convert
 from moeflux_mlx.packing.located import Located
 from moeflux_mlx.packing.recipe import Recipe
 from moeflux_mlx.spec import ModelArgs

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from tiny_models import write_tokenizer
 
 from moeflux_mlx import load_model
-from moeflux_mlx.calibration import convert as conversion
+from moeflux_mlx.calibration import calibrated as conversion
 from moeflux_mlx.calibration import rounding
-from moeflux_mlx.calibration.convert import Calibration, convert_calibrated, plan_calibrated
+from moeflux_mlx.calibration.calibrated import Calibration, convert_calibrated, plan_calibrated
 from moeflux_mlx.calibration.errors import Option, spend
 from moeflux_mlx.calibration.layers import LayerRun
 from moeflux_mlx.calibration.weights import open_layers
 from moeflux_mlx.convert import main as convert_command
 from moeflux_mlx.errors import ConfigError, RequestError
 from moeflux_mlx.formats.packed import open_packed
-from moeflux_mlx.packing.convert import ConvertSettings, convert
+from moeflux_mlx.packing.conversion import ConvertSettings, convert
 from moeflux_mlx.packing.located import Located
 from moeflux_mlx.packing.recipe import Recipe, read_recipe
 from moeflux_mlx.quant import Quant

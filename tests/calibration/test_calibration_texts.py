@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_models import tiny_directory
 
-from moeflux_mlx.calibration.convert import CHAT, FOLDER, PLAIN, default_texts, windows
+from moeflux_mlx.calibration.calibrated import CHAT, FOLDER, PLAIN, default_texts, windows
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.text.tokenizer import load_tokenizer
 

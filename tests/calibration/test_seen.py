@@ -7,14 +7,14 @@ import oracle
 import pytest
 from tiny_models import tiny_directory, tiny_model, write_tokenizer
 
-from moeflux_mlx.calibration.convert import Calibration, convert_calibrated, read_texts
+from moeflux_mlx.calibration.calibrated import Calibration, convert_calibrated, read_texts
 from moeflux_mlx.calibration.experts import OneByOne
 from moeflux_mlx.calibration.layers import LayerRun
 from moeflux_mlx.calibration.seen import SeenLayer
 from moeflux_mlx.calibration.weights import open_layers
 from moeflux_mlx.experts.routing import Routing
 from moeflux_mlx.layers import Weight
-from moeflux_mlx.packing.convert import ConvertSettings
+from moeflux_mlx.packing.conversion import ConvertSettings
 from moeflux_mlx.packing.located import Located
 from moeflux_mlx.packing.recipe import Recipe
 from moeflux_mlx.text.tokenizer import load_tokenizer

@@ -23,7 +23,7 @@ from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.formats.checkpoint import RECIPE, read_header
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import PROJECTIONS, UNIFORM, ExpertLayout
-from moeflux_mlx.packing import convert as packing
+from moeflux_mlx.packing import conversion as packing
 from moeflux_mlx.packing import resident as resident_file
 from moeflux_mlx.quant import PARTS, Quant
 from moeflux_mlx.spec import ModelArgs

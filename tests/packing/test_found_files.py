@@ -10,11 +10,11 @@ from minmax import convert
 from test_convert import tree
 from tiny_models import write_tokenizer
 
-from moeflux_mlx.calibration.convert import Calibration, convert_calibrated
+from moeflux_mlx.calibration.calibrated import Calibration, convert_calibrated
 from moeflux_mlx.convert import main
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.formats.packed import FOLDER, LAYOUT
-from moeflux_mlx.packing.convert import ConvertSettings
+from moeflux_mlx.packing.conversion import ConvertSettings
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 SHARD = "model-00002-of-00003.safetensors"

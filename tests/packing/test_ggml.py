@@ -11,7 +11,7 @@ from minmax import convert
 from test_convert import tree, write_tiny
 from tiny_models import on_cpu, write_tokenizer
 
-from moeflux_mlx.calibration.convert import Calibration, convert_calibrated
+from moeflux_mlx.calibration.calibrated import Calibration, convert_calibrated
 from moeflux_mlx.calibration.weights import PackedWeights
 from moeflux_mlx.convert import main
 from moeflux_mlx.errors import ConfigError
@@ -19,7 +19,7 @@ from moeflux_mlx.formats.checkpoint import GRIDS_LICENSE
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing import ggml
-from moeflux_mlx.packing.convert import ConvertSettings
+from moeflux_mlx.packing.conversion import ConvertSettings
 from moeflux_mlx.packing.gguf_forms import FORMS, repacked
 from moeflux_mlx.packing.located import Located
 from moeflux_mlx.packing.recipe import Recipe

@@ -11,7 +11,7 @@ from moeflux_mlx.convert import main as convert_main
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.evaluate import main as evaluate_main
 from moeflux_mlx.generate.__main__ import main as generate_main
-from moeflux_mlx.packing.convert import convert
+from moeflux_mlx.packing.conversion import convert
 from moeflux_mlx.packing.suggest import unfinished_error
 from moeflux_mlx.plan import main as plan_main
 

@@ -14,8 +14,8 @@ from ..errors import ConfigError, RequestError, TokenizerError
 from ..files import PACKAGE, read_text, user_path
 from ..formats.checkpoint import Checkpoint, open_checkpoint
 from ..formats.record import ExpertLayout
-from ..packing import convert as packing
-from ..packing.convert import ConversionReport, ConvertSettings
+from ..packing import conversion as packing
+from ..packing.conversion import ConversionReport, ConvertSettings
 from ..packing.found_files import FoundFiles, checkpoint_digest
 from ..packing.layer_files import LayerFile
 from ..packing.plan import ConversionPlan, make_plan, read_args
@@ -130,7 +130,7 @@ def convert_calibrated(
     report: NamedReport = lambda share, name: None,
     say: Callable[[str], object] = lambda line: None,
 ) -> ConversionReport:
-    """Converts a checkpoint directory as `packing.convert.convert` does, with codes for the inputs that matrices have.
+    """Converts a checkpoint directory as `convert` does, with codes for the inputs that matrices have.
 
     The model runs over the text layer by layer, with one layer's weights in memory, and one or a few of its experts.
 
