@@ -44,7 +44,7 @@ def dequantized_records(records: Records, slots: mx.array, dtype: mx.Dtype) -> t
     return plans[0](*memory, slots)[0], plans[1](*memory, slots)[0]
 
 
-@planned("dequantize")
+@planned("dequantize", everywhere=True)
 def plan(
     target: str,
     blob: Shape,

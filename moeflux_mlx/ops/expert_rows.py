@@ -102,7 +102,7 @@ def plan_places(target: str, ids: Shape, experts: int) -> Launch | Reason:
     return Launch(target, PLACES, template, (ceildiv(experts, EACH), 1), 32 * EACH, outputs)
 
 
-@planned("expert_rows", 256)
+@planned("expert_rows", 256, everywhere=True)
 def plan_rows(
     target: str,
     blob: Shape,

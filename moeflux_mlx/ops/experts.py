@@ -392,7 +392,7 @@ def _no_launch(target: str, record: Record, top_k: int) -> Reason | None:
     return None if is_read(record) else unread_reason(record)
 
 
-@planned("experts")
+@planned("experts", everywhere=True)
 def plan_gate_up(
     target: str,
     x: Shape,
@@ -408,7 +408,7 @@ def plan_gate_up(
     return _first_launch(target, kernel, x, dtype, blob, record, slots[1], joined, arrays)
 
 
-@planned("experts")
+@planned("experts", everywhere=True)
 def plan_choice(
     target: str,
     x: Shape,
@@ -491,7 +491,7 @@ def _columns(form: Form, each: int, columns: int, lanes: int) -> int:
     return columns if form.room(columns) <= room else max(1, room // form.room(step)) * step
 
 
-@planned("experts")
+@planned("experts", everywhere=True)
 def plan_down(
     target: str,
     act: Shape,

@@ -261,7 +261,7 @@ def check_activations(name: str, shape: Shape, dtype: mx.Dtype, axes: int = 2) -
     require(1 <= shape[0] <= MAX_TOKENS, f"{name} has {shape[0]} tokens; the kernels take 1 to {MAX_TOKENS}")
 
 
-@planned("linear")
+@planned("linear", everywhere=True)
 def plan(
     target: str, x: Shape, x_dtype: mx.Dtype, w: Shape, scales: Shape, form: Form, around: Around = PLAIN
 ) -> Launch | Reason:

@@ -228,7 +228,7 @@ def plan_table(target: str, shape: Shape, rule: Router) -> Launch:
 
 @planned("route")
 def refusal(target: str, rule: Router) -> Reason | None:
-    """Why no kernel chooses by the rule."""
+    """Why no kernel chooses by the rule: where there are kernels, one does."""
     return None
 
 

@@ -155,17 +155,20 @@ def tile_of(target: str, kernel: str) -> Tile:
     return _used.get().tile(target, kernel)
 
 
-def planned(operation: str, most: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def planned(
+    operation: str, most: int | None = None, everywhere: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """`functools.lru_cache` for a function that calls `tile_of`: each choice of tiles has its own results, which are
     freed with it. It takes arguments by position only. If the first is a backend without kernels, the result is
-    `NO_KERNELS`. `operation`: the name under which users see the function's reasons.
+    `NO_KERNELS`, unless the function checks its arguments `everywhere`. `operation`: the name under which users see the
+    function's reasons.
     """
 
     def decorate(make: Callable[P, R]) -> Callable[P, R]:
         kept = WeakKeyDictionary[Tiles, Callable[..., R]]()
 
         def chosen(*given: Any) -> Any:
-            makes: Any = make if given[:1] != ("ops",) else lambda *_: NO_KERNELS
+            makes: Any = make if everywhere or given[:1] != ("ops",) else lambda *_: NO_KERNELS
             return _used.get().plan(operation, makes, given)
 
         @functools.wraps(make)
