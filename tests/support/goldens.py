@@ -32,12 +32,13 @@ import functools
 import hashlib
 import json
 import re
-import tempfile
+import shutil
 import zlib
 from pathlib import Path
 
 import numpy as np
 import oracle
+from once import made_once
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "models"
 FIXTURES_OF_KIN = FIXTURES.parent / "kin"
@@ -223,23 +224,20 @@ def folder(family):
     return (FIXTURES_OF_KIN if family in KIN else FIXTURES) / family
 
 
-@functools.cache
-def _kept():
-    return tempfile.TemporaryDirectory(prefix="moeflux-goldens-")
-
-
-def checkpoint_dir(family):
-    """Returns the `hub` checkpoint, which is written once per process. Tests share it and must not write into it."""
-    path = Path(_kept().name) / family
-    return path if path.exists() else write_variant(path, family, "hub")
+def checkpoint_dir(family, variant="hub"):
+    """Returns a checkpoint. Tests share it and must not write into it. Raises ValueError for an unknown variant."""
+    if variant not in variants(family):
+        raise ValueError(f"{family} has no variant {variant!r}, only {variants(family)}")
+    return made_once(f"{family}-{variant}-checkpoint", lambda path: _write_variant(path, family, variant))
 
 
 def write_variant(path, family, variant):
-    """Writes one checkpoint into `path` (made if missing) and returns it. Raises ValueError for an unknown variant."""
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    if variant not in variants(family):
-        raise ValueError(f"{family} has no variant {variant!r}, only {variants(family)}")
+    """Copies one checkpoint into `path` (made if missing) and returns it. Raises ValueError for an unknown variant."""
+    return shutil.copytree(checkpoint_dir(family, variant), Path(path), dirs_exist_ok=True)
+
+
+def _write_variant(path, family, variant):
+    path.mkdir(parents=True)
     if variant == "moeflux":
         return _write_moeflux(path, family)
     _write_json(path / "config.json", variant_config(family, variant))

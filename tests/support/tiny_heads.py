@@ -10,7 +10,8 @@ import numpy as np
 import oracle
 from head_weights import LAYERED, head_tensors, names_of
 from minmax import convert
-from tiny_models import made_once, on_cpu, write_tokenizer
+from once import made_once
+from tiny_models import on_cpu, write_tokenizer
 
 HEADED = ("qwen3_next", "qwen3_moe", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "glm5_next")
 

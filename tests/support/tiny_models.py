@@ -5,7 +5,6 @@ run them. The weights are random, so the text that they write is random too.
 """
 
 import contextlib
-import fcntl
 import functools
 import json
 import os
@@ -18,6 +17,7 @@ import goldens
 import mlx.core as mx
 import numpy as np
 from minmax import convert
+from once import made_once
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from moeflux_mlx.opening.engine import load_model
@@ -42,24 +42,11 @@ def tiny_directory(family, variant="mlx4", template="qwen3_style"):
 @functools.cache
 def _directory(family, variant, template):
     def make(path):
-        checkpoint = goldens.write_variant(path.with_name(f"{path.name}-checkpoint"), family, variant)
         with on_cpu():  # a GPU rounds some weights differently, and the goldens were made on a CPU
-            convert(checkpoint, path)
+            convert(goldens.checkpoint_dir(family, variant), path)
         write_tokenizer(path, template)
 
     return made_once(f"{family}-{variant}-{template}", make)
-
-
-def made_once(name, make):
-    """Returns the folder of this name, which `make(path)` writes in the first worker that needs it. It must not be
-    changed."""
-    path = Path(os.environ["MOEFLUX_TINY_MODELS"]) / name
-    with open(path.with_name(f"{name}.lock"), "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
-        if not os.fstat(lock.fileno()).st_size:
-            make(path)
-            lock.write("made")
-    return path
 
 
 def tiny_model(family, dtype=None, variant="mlx4"):
