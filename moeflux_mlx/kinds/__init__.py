@@ -4,7 +4,7 @@ Each part is a frozen dataclass whose fields are switches that the model's code 
 belongs to.
 """
 
-from .feed_forward import FORMS, SILU, Activation, ActivationForm, Dense, Experts, Router, SharedExpert
+from .feed_forward import FORMS, SILU, Activation, ActivationForm, Dense, Experts, MatrixExperts, Router, SharedExpert
 from .index import HeadBlocks, Indexer, KeyBlocks
 from .layer import FeedForward, LayerSpec, Residual
 from .mixer import Attending, Mixer, product_operations
@@ -39,6 +39,7 @@ __all__ = [
     "KeyBlocks",
     "LayerSpec",
     "Llama3",
+    "MatrixExperts",
     "Mixer",
     "NGrams",
     "QueryFactor",

@@ -17,6 +17,7 @@ from ..ops.causal_parts import SCORES
 from ..ops.expert_rows import form_refusal
 from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS
 from ..ops.tiles import LEASED_TOKENS
+from ..ops.value_experts import COPIED
 from ..spec import ModelArgs
 from .demand import Demand
 from .machine import Figures
@@ -33,8 +34,9 @@ ROUTING_BYTES = 40  # per row: its expert, weight, places, and temporaries of so
 
 
 def least_slots(args: ModelArgs) -> int:
-    """The most experts of one request: all that `LEASED_TOKENS` tokens can use."""
-    return min(args.num_experts, LEASED_TOKENS * args.num_experts_per_tok)
+    """The most experts of one request: all of a record set that `LEASED_TOKENS` tokens can use."""
+    routers = {args.router_of(number) for number in args.record_sets}
+    return max(min(router.experts, LEASED_TOKENS * router.top_k) for router in routers)
 
 
 def least_pool(args: ModelArgs, layout: ExpertLayout) -> int:
@@ -105,16 +107,29 @@ def _mixer_bytes(args: ModelArgs, tokens: int, demand: Demand, context: int) -> 
     """Bytes of the layer that needs most: its mixer or its dense MLP."""
 
     def values(mixer: Mixer) -> int:
+        own = _value_rows(args, mixer, tokens, demand)
         if demand.native:
             # They compute at once: what the block leaves behind, in all streams and for the experts, is not there yet.
-            return mixer.native_temporaries(tokens, context) - (_streams(args) + 2) * tokens * args.hidden_size
-        return mixer.temporaries(tokens, context) + SCORES_COPIES * min(mixer.scores(tokens, context), SCORES)
+            return own + mixer.native_temporaries(tokens, context) - (_streams(args) + 2) * tokens * args.hidden_size
+        return own + mixer.temporaries(tokens, context) + SCORES_COPIES * min(mixer.scores(tokens, context), SCORES)
 
     mlp = 3 * tokens * max(layer.row_width for layer in args.layers)
     blocks = 1 if demand.native else 2  # a GPU gets the next block before this one is done
     return blocks * (
         demand.itemsize * max(mlp, *map(values, args.mixer_counts)) + FLOAT_BYTES * tokens * args.hidden_size
     )
+
+
+def _value_rows(args: ModelArgs, mixer: Mixer, tokens: int, demand: Demand) -> int:
+    """Values that a block's value experts take and make: their inputs, products and activations, and on a GPU copies of
+    some matrices, dequantised too.
+    """
+    own = mixer.experts
+    if own is None:
+        return 0
+    pairs, copied = tokens * own.router.top_k, 0 if demand.native else 2 * COPIED * args.hidden_size * own.rows
+    taken = min(pairs, NATIVE_ROWS) if demand.native else pairs
+    return taken * args.hidden_size + 3 * pairs * own.rows + 2 * copied
 
 
 def mixing_bytes(args: ModelArgs, block: int, span: int, demand: Demand) -> int:

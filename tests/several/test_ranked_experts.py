@@ -20,7 +20,8 @@ from moeflux_mlx.several.experts import Owners, RankedExperts
 from moeflux_mlx.several.group import FAILED, Exchange
 
 pytestmark = pytest.mark.skipif(backend.has_kernels(), reason="threads of one process share its GPU")
-FAMILIES = (*goldens.families(), "gpt_oss")  # a family with windows, and with experts that add biases
+# A family with windows, and with experts that add biases; and one whose value experts every rank reads for itself.
+FAMILIES = (*goldens.families(), "gpt_oss", "k2_horizon")
 
 
 class Meeting:
