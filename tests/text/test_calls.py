@@ -484,6 +484,29 @@ def test_values_that_are_too_deep_or_not_closed_make_no_call(text):
     assert not calls_of(events) and text_of(events) == text
 
 
+# Tags of each effort: vLLM's `k2_horizon_reasoning_parser.py`.
+EFFORTS = Channels(
+    "<ifm|think>",
+    "</ifm|think>",
+    others=(("<ifm|think_fast>", "</ifm|think_fast>"), ("<ifm|think_faster>", "</ifm|think_faster>")),
+)
+
+
+@pytest.mark.parametrize("effort", ["", "_fast", "_faster"])
+@pytest.mark.parametrize("ending", ["", "_fast", "_faster"])
+def test_reasoning_of_any_effort_ends_with_the_tag_of_any(effort, ending):
+    """K2 Horizon's prompts begin it; after a result of a tool the model may end it with the tag of another effort."""
+    begun, said = f"<ifm|think{effort}>\n", f"why\n</ifm|think{ending}>\nA"
+    assert EFFORTS.opens(f"<user>{begun}") and not EFFORTS.opens(f"<user>{begun}</ifm|think{ending}>")
+    for text, inside in ((begun + said, False), (said, True)):
+        for cuts in ((), range(len(text))):
+            assert read(text, None, cuts, channels=EFFORTS, inside_reasoning=inside) == [Reasoning("why"), Text("A")]
+    assert EFFORTS.opened_by(f"<user>{begun}") == begun and EFFORTS.visible(begun, said) == "A"
+    assert EFFORTS.visible(begun, "why") is None
+    assert EFFORTS.begin_of(f"<user>\n{begun}why", len(f"<user>\n{begun}")) == len("<user>")
+    assert EFFORTS.past(said.encode()) == b"\nA" and EFFORTS.past(b"why</ifm|think_f") is None
+
+
 def test_reasoning_has_the_tags_of_the_vocabulary():
     assert channels_of(frozenset({"<think>", "</think>"})) == channels_of(frozenset()) == THINK
     suffixed = channels_of(frozenset({"<think:opensource>", "</think:opensource>"}))
@@ -492,6 +515,7 @@ def test_reasoning_has_the_tags_of_the_vocabulary():
     assert channels_of(frozenset({"<think>", "[THINK]"})) == Channels("[THINK]", "[/THINK]")
     for channels in (HARMONY, SOLAR, GEMMAS, MINIMAXES, COHERE):
         assert channels_of(channels.tags) is channels
+    assert channels_of(EFFORTS.tags) == EFFORTS
     thought = "<|channel>thought\nwhy\n<channel|>A"
     assert read(thought, None, channels=GEMMAS) == [Reasoning("why"), Text("A")]
     assert read("<|channel>thought\n<channel|>A", None, channels=GEMMAS) == [Text("A")]
