@@ -15,8 +15,10 @@ from tiny_models import tiny_directory, tiny_model, use_plain_operations
 from moeflux_mlx.calibration.layers import LayerRun
 from moeflux_mlx.calibration.weights import open_layers
 from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError
+from moeflux_mlx.experts.asked import AskedByRow
 from moeflux_mlx.experts.held import HeldExperts
 from moeflux_mlx.experts.memory import staging_memory
+from moeflux_mlx.experts.stats import Asked
 from moeflux_mlx.experts.values import ValuesOf
 from moeflux_mlx.formats.layout_file import from_json, to_json
 from moeflux_mlx.formats.packed import FOLDER, LAYOUT
@@ -90,6 +92,17 @@ def test_both_kinds_are_counted_kept_and_shown():
         pass
     assert source.stats.warmed > 0 and np.array_equal(run(model, TOKENS[:, :9], 1), before)
     source.close()
+
+
+def test_rows_may_ask_for_another_number_of_each_kind():
+    """There are more value experts than routed ones, and both rows ask for one of them in each layer."""
+    config = {**goldens.config(FAMILY), "mova_num_experts": 12, "mova_num_experts_per_tok": 2}
+    layout = ExpertLayout.from_args(ModelArgs.from_dict(config))
+    asked, (routed, own) = AskedByRow(layout, 1.0), (layout.records[layer].size for layer in (1, LAYERS + 1))
+    asked.note(1, np.array([[0, 1, 2], [3, 4, 5]]), np.array([[True] * 3, [False, True, True]]))
+    asked.note(LAYERS + 1, np.array([[9, 0], [9, 1]]), np.array([[False, True], [False, False]]))
+    asked.note(LAYERS + 2, np.array([[0, 1], [0, 2]]), np.array([[False, True]] * 2))
+    assert asked.counts() == [Asked(5, 2, own), Asked(3, 4, routed + own * 2)]
 
 
 def test_rows_of_a_step_that_are_asked_for_in_two_parts():
