@@ -13,6 +13,7 @@ from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
 from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
 from moeflux_mlx.text.calls.hunyuan import hunyuan
+from moeflux_mlx.text.calls.hunyuan_a13b import HUNYUAN_A13B
 from moeflux_mlx.text.calls.invoke import MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
 from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
@@ -429,6 +430,18 @@ def test_names_of_kimi_k3_are_escaped():
     for end in ("<|close|>argument<|sep|>", "\n"):
         text = f"{begin}{first}{end}{second}<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>"
         assert calls_of(read(text, KIMI_K3, tools=tools)) == [("R&D", {'a"&': "x&amp;", "b&quot;": '"y&'})]
+
+
+def test_calls_in_a_list():
+    """As vLLM's parser of Hunyuan-A13B takes them; a list may have any spaces, and its end may be missing."""
+    one, other = '{"name": "get_weather", "arguments": {"city": "Oslo"}}', '{"name": "get_time", "arguments": {}}'
+    wanted = [("get_weather", {"city": "Oslo"}), ("get_time", {})]
+    for before, between, after in (("[", ", ", "]"), ("\n[\n", ",\n", "\n]\n"), (" [ ", " , ", "")):
+        text = f"Let me see.<tool_calls>{before}{one}{between}{other}{after}</tool_calls>"
+        for cuts in ((), range(len(text))):
+            events = read(text, HUNYUAN_A13B, cuts)
+            assert text_of(events).strip() == "Let me see." and calls_of(events) == wanted
+    assert calls_of(read(f"<tool_calls>[{one}", HUNYUAN_A13B)) == wanted[:1]
 
 
 def test_several_calls_in_one_section():
