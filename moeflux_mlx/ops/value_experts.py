@@ -109,4 +109,5 @@ class ValueRows:
         where = np.empty(self._order.size, np.int32)
         where[self._order] = np.arange(self._order.size, dtype=np.int32)
         made = library_of(self._made[0]).concatenate(self._made)
+        self._made.clear()
         return _weighed(made, where.reshape(self._shape), weights)

@@ -107,7 +107,7 @@ def _mixer_bytes(args: ModelArgs, tokens: int, demand: Demand, context: int) -> 
     """Bytes of the layer that needs most: its mixer or its dense MLP."""
 
     def values(mixer: Mixer) -> int:
-        own = _value_rows(args, mixer, tokens, demand)
+        own = value_temporaries(args.hidden_size, mixer, tokens, demand)
         if demand.native:
             # They compute at once: what the block leaves behind, in all streams and for the experts, is not there yet.
             return own + mixer.native_temporaries(tokens, context) - (_streams(args) + 2) * tokens * args.hidden_size
@@ -120,16 +120,16 @@ def _mixer_bytes(args: ModelArgs, tokens: int, demand: Demand, context: int) -> 
     )
 
 
-def _value_rows(args: ModelArgs, mixer: Mixer, tokens: int, demand: Demand) -> int:
-    """Values that a block's value experts take and make: their inputs, products and activations, and on a GPU copies of
-    some matrices, dequantised too.
+def value_temporaries(hidden_size: int, mixer: Mixer, tokens: int, demand: Demand) -> int:
+    """Values that a block's value experts take and make: their inputs, products, gates and activations, the sums of
+    these, and on a GPU copies of some matrices, dequantised too.
     """
     own = mixer.experts
     if own is None:
         return 0
-    pairs, copied = tokens * own.router.top_k, 0 if demand.native else 2 * COPIED * args.hidden_size * own.rows
-    taken = min(pairs, NATIVE_ROWS) if demand.native else pairs
-    return taken * args.hidden_size + 3 * pairs * own.rows + 2 * copied
+    pairs, copied = tokens * own.router.top_k, 2 * COPIED * own.rows * (2 if demand.dense else 1)
+    taken = min(pairs, NATIVE_ROWS) if demand.native else pairs + copied
+    return taken * hidden_size + (3 * pairs + 2 * tokens) * own.rows
 
 
 def mixing_bytes(args: ModelArgs, block: int, span: int, demand: Demand) -> int:

@@ -1,16 +1,22 @@
 """Values of chosen matrices: the ways of computing them, and each row by itself."""
 
+import tracemalloc
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from moeflux_mlx.formats.record import Record
+from moeflux_mlx.kinds import Router
+from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.opening.random_weights import random_records
 from moeflux_mlx.ops import native
 from moeflux_mlx.ops.dequantize import dense
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.ops.records import Records
 from moeflux_mlx.ops.value_experts import ValueRows, step_values
+from moeflux_mlx.planning.demand import Demand
+from moeflux_mlx.planning.needs import value_temporaries
 from moeflux_mlx.quant import Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -70,6 +76,29 @@ def test_a_row_has_the_bits_that_it_has_alone(kind):
     together = np.array(step_values(*arrays, records))
     alone = [np.array(step_values(*(one[i : i + 1] for one in arrays), records)) for i in range(5)]
     assert np.array_equal(together, np.concatenate(alone))
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_the_memory_of_a_prompt_is_what_the_plan_counts(is_native):
+    """Copies of matrices included, where MLX multiplies."""
+    if is_native and not native.available():
+        pytest.skip("the extension is not built")
+    tokens, hidden, mixer = 512, 512, GroupedQuery(4, 4, 64, None, value_experts=Router(16, 4))
+    counted = 4 * value_temporaries(hidden, mixer, tokens, Demand(0, native=is_native))
+    records, rng = random_records(Record.make(256, hidden, (FORMS[0],)), 16), np.random.default_rng(0)
+    ids = np.stack([rng.permutation(16)[:4] for _ in range(tokens)]).astype(np.int32)
+    arrays = np.ones((tokens, hidden), np.float32), ids, np.ones(ids.shape, np.float32)
+    records = Records(np.array(records.memory), records.record) if is_native else records
+    x, ids, weights = arrays if is_native else map(mx.array, arrays)
+    mx.eval(x, weights, records.memory)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    tracemalloc.start()
+    before = mx.get_active_memory()
+    mx.eval(of_prompt(x, ids, weights, records, 8))
+    peak = tracemalloc.get_traced_memory()[1] if is_native else mx.get_peak_memory() - before
+    tracemalloc.stop()
+    assert counted / 2 < peak < counted
 
 
 @pytest.mark.parametrize("kind", [mx.array, np.array])
