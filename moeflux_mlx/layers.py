@@ -4,7 +4,7 @@ A matrix is declared only with its sizes; `weights` gives it its tensor and stor
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
@@ -172,6 +172,9 @@ class Stack:
 Caches = Sequence[AnyCache]  # of a layer
 
 
+OwnExperts = Callable[[AnyArray, AnyArray, AnyArray], AnyArray]  # of rows [T, D], ids and weights [T, K]: [T, rows]
+
+
 class MixerModule(nn.Module):
     """A mixer in three parts: the work before the caches, the mixing, and the work after it.
 
@@ -187,6 +190,10 @@ class MixerModule(nn.Module):
         """The mixer's output for norm(x) or x, without the residual."""
         parts = self.begin(x, norm)
         return self.end(self.mix(parts, caches, *more), parts, None)
+
+    def set_experts(self, compute: OwnExperts) -> None:
+        """`compute` makes what the mixer's own experts (`Mixer.experts`) make."""
+        raise NotImplementedError
 
     @abstractmethod
     def begin(self, x: Array, norm: "RMSNorm | None") -> list[Array]:

@@ -24,7 +24,7 @@ from .cli.options import (
     settings_of,
     written,
 )
-from .cli.planning import ASSUMED_DISK, figures, measure_disk, memory_lines, reading_line, routed_bytes
+from .cli.planning import ASSUMED_DISK, figures, measure_disk, memory_lines, reading_line
 from .cli.rank_planning import LINK_GB_PER_S, LINK_US, Machines, machines_of, rank_lines
 from .cli.terminal import note
 from .errors import RequestError
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
         each = plan_memory(args, share, machine, plan.demand)
         print("\n".join([*memory_lines(each, share), *lines, *rank_lines(args, layout, plan, each, machines, disk)]))
         return 0
-    work = TokenWork.of(args, model.dense, routed_bytes(args, layout), POSITIONS, plan.demand.itemsize)
+    work = TokenWork.of(args, model.dense, layout.token_bytes(args), POSITIONS, plan.demand.itemsize)
     forecasts = forecast_lines(plan, work, disk)
     speeds = speed_lines(args, layout, plan, disk)
     print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *forecasts, *speeds]))
@@ -199,7 +199,7 @@ def describe_variant(args: ModelArgs, recipe: str | None, dtype: mx.Dtype) -> De
     if chosen is not None:
         chosen.check(args.num_hidden_layers)
         form_of = partial(chosen.of_matrix, args)
-        quants = {layer: chosen.of_experts(args, layer) for layer in args.moe_layers}
+        quants = {layer: chosen.of_experts(args, layer) for layer in args.record_sets}
     resident, dense = variant_bytes(args, dtype, form_of), variant_bytes(args, dtype, form_of, of_token=True)
     return Described(args, ExpertLayout.from_args(args, quants), resident, dense, chosen)
 
@@ -259,7 +259,7 @@ def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disk: i
         return [f"experts are read once, at loading, which takes at least {seconds}"]
     if plan.stays:
         return [f"experts are mapped and stay in memory once they have been read, which takes at least {seconds}"]
-    all_bytes = routed_bytes(args, layout)
+    all_bytes = layout.token_bytes(args)
     lines = [f"reading all experts once takes {seconds}"]
     for rate in HIT_RATES:
         nbytes = all_bytes * (1 - rate)

@@ -25,8 +25,10 @@ from .kinds import (
     Connections,
     Experts,
     LayerSpec,
+    MatrixExperts,
     Mixer,
     NGrams,
+    Router,
 )
 from .quant import Quantization, of_packed
 
@@ -109,6 +111,36 @@ class ModelArgs:
     def connections(self) -> Connections | None:
         """Between the streams, the same in all layers; None: there is one stream."""
         return self.layers[0].residual.connections
+
+    @cached_property
+    def matrix_layers(self) -> tuple[int, ...]:
+        """The layers whose mixer has experts of its own."""
+        return tuple(i for i, mixer in enumerate(self.mixers) if mixer.experts is not None)
+
+    @cached_property
+    def matrix_experts(self) -> MatrixExperts | None:
+        """Those experts, the same in all of these layers; None: there are none."""
+        return self.mixers[self.matrix_layers[0]].experts if self.matrix_layers else None
+
+    def matrix_set(self, layer: int) -> int:
+        """The number of the record set of a mixer's own experts; that of a layer's routed experts is the layer's."""
+        return self.num_hidden_layers + layer
+
+    @property
+    def record_sets(self) -> tuple[int, ...]:
+        """The numbers of all record sets: the experts of one kind in a layer."""
+        return *self.moe_layers, *map(self.matrix_set, self.matrix_layers)
+
+    def matrices_of(self, number: int) -> int:
+        """The matrices of an expert of a record set."""
+        return self.experts.matrices if number < self.num_hidden_layers else 1
+
+    def router_of(self, number: int) -> Router:
+        """What chooses among the experts of a record set."""
+        if number < self.num_hidden_layers:
+            return self.experts.router
+        assert self.matrix_experts is not None
+        return self.matrix_experts.router
 
     @property
     def num_experts(self) -> int:

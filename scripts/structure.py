@@ -62,6 +62,7 @@ SEAMS = {  # name that only tests, scripts, users or libraries use: the reason
 }
 LONG = {  # module: why it is longer
     "driving/session.py": "one text: what is kept of it, and how a prompt goes on from that",
+    "formats/record.py": "the one owner of offsets: of fields in a record, and of records in files",
     "experts/streamed.py": "one source of experts: turns, requests and memory share one lock",
     "mixers/delta/op.py": ONE_OPERATION,
     "model/decoder.py": "the whole model: what it computes of a token, of rows and of a span",

@@ -21,7 +21,7 @@ from ..planning.kv_bits import keeping
 from ..planning.machine import Figures, default_dtype, in_gb
 from ..spec import ModelArgs, variants
 from ..tools.checkup import product_rate
-from .planning import ASSUMED_DISK, memory_in_all, routed_bytes
+from .planning import ASSUMED_DISK, memory_in_all
 
 POSITIONS = 512  # that a token of the forecast attends to
 COMFORTABLE = 5.0  # tokens per second, about as fast as people read
@@ -115,7 +115,7 @@ def fit(name: str, here: Machine, dtype: mx.Dtype, context: int | None) -> Fit:
     except RequestError:
         return unfit
     share = plan.pool / layout.total_bytes if plan.mode is IoMode.PREAD else 1.0
-    routed = routed_bytes(args, layout)
+    routed = layout.token_bytes(args)
     seconds = (resident + routed) / here.products + (1 - share) * routed / here.disk
     work = TokenWork.of(args, variant_bytes(args, dtype, of_token=True), routed, POSITIONS, dtype.size)
     return replace(

@@ -49,7 +49,8 @@ def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
         ("runtime", plan.runtime, ""),
     ]
     if plan.mode is IoMode.PREAD:
-        share = f"{plan.slots / len(layout.moe_layers):.1f} of {layout.num_experts} a layer"
+        each = layout.num_experts + layout.num_values
+        share = f"{plan.slots / len(layout.moe_layers):.1f} of {each} a layer"
         rows.append(("expert pool", plan.pool, f"  {plan.slots} slots, {share}"))
         kept = f"  {plan.host / plan.experts:.0%} of the experts, in the computer's memory, not in the GPU's"
         rows += [("on the host", plan.host, kept)] if plan.host else []
@@ -71,14 +72,9 @@ def memory_in_all(plan: MemoryPlan) -> int:
     return plan.total - plan.copied + (0 if plan.mode is IoMode.PREAD else plan.experts)
 
 
-def routed_bytes(args: ModelArgs, layout: ExpertLayout) -> int:
-    """Bytes of the experts that one token goes through, in all layers."""
-    return args.num_experts_per_tok * sum(record.held_bytes for record in layout.records.values())
-
-
 def reading_line(args: ModelArgs, layout: ExpertLayout, dense: int) -> str:
     """The line on what one token reads; `dense`: bytes of other weights than routed experts."""
-    routed = in_gb(routed_bytes(args, layout), 3)
+    routed = in_gb(layout.token_bytes(args), 3)
     return f"a token reads {routed} of experts, from the disk or from memory, and {in_gb(dense, 3)} of other weights"
 
 
@@ -93,7 +89,7 @@ def measure_disk(files: ExpertFiles) -> float:
     layout, reader = files.layout, ExpertReader(files)
     in_flight = IN_FLIGHT * reader.drives
     share = files.share if isinstance(files, PackedExperts) else None
-    every = [(layer, expert) for layer in layout.moe_layers for expert in range(layout.num_experts)]
+    every = [(layer, expert) for layer in layout.records for expert in range(layout.count(layer))]
     every = [key for key in every if share is None or share.has(*key)]
     count = max(min(MEASURED_BYTES // layout.held_bytes, len(every)), 1)
     memory, waiting, nbytes = page_aligned(in_flight, layout.held_bytes // 4), deque[Read](), 0

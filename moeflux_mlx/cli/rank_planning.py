@@ -101,10 +101,13 @@ def _exchange_seconds(args: ModelArgs, machines: Machines, layers: int) -> float
 
 
 def _token_seconds(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, ranks: int, disk: int) -> float:
-    """Seconds per token for reading missing experts: in each layer those of the rank that misses most."""
+    """Seconds per token for reading missing experts: in each layer those of the rank that misses most. Every rank reads
+    all value experts of a token.
+    """
     missing = 1 - _share(plan, layout, ranks) ** HIT_POWER
-    record = sum(one.size for one in layout.records.values())
-    return _busiest(args.num_experts_per_tok, ranks, missing) * record / disk
+    routed = sum(layout.records[layer].size for layer in layout.moe_layers)
+    values = sum(args.router_of(i).top_k * one.size for i, one in layout.records.items() if i not in layout.moe_layers)
+    return (_busiest(args.num_experts_per_tok, ranks, missing) * routed + missing * values) / disk
 
 
 def _share(plan: MemoryPlan, layout: ExpertLayout, ranks: int = 1) -> float:

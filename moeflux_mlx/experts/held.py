@@ -19,6 +19,6 @@ class HeldExperts(WholeExperts):
     mode = IoMode.RESIDENT
 
     def __init__(self, layout: ExpertLayout, records: Mapping[int, np.ndarray]):
-        super().__init__(layout, "experts of the draft head")
+        super().__init__(layout, "experts that are in memory")
         for layer, rows in records.items():
             self.add(layer, kept(rows))

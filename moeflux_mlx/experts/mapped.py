@@ -39,7 +39,7 @@ class MappedExperts(WholeExperts):
         self._stamps, self._paths = Stamps(), dict[Path, Path]()
         self.checked_at = 0.0  # time of the last check of the files' lengths
         for layer, path in packed.paths.items():
-            memory, mapped = map_file(path, self.layout.num_experts, self.layout.layer_bytes(layer))
+            memory, mapped = map_file(path, self.layout.count(layer), self.layout.layer_bytes(layer))
             self.add(layer, memory)
             if mapped is not None:
                 self._files[layer], self._paths[path] = mapped, path

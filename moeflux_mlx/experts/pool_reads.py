@@ -127,7 +127,7 @@ class PoolReads:
         pool = self.pools.of[layer]
         if not (pool.copied or pool.places.is_adopted):
             return None  # the CPU's kernels need none
-        return pool.table(layer, layout.records[layer], layout.num_experts)
+        return pool.table(layer, layout.records[layer], layout.count(layer))
 
     def keep_reserve(self) -> None:
         """Evicts records of adopted memory early while layers are queued: what reads a record's place must end before
@@ -179,7 +179,7 @@ class PoolReads:
         for key in pool.in_turn(keys):
             error = self._arrived(pool, key)
             if error is None and key not in pool:
-                error = ExpertIOError(f"reading expert {key[1]} of layer {key[0]} failed")
+                error = ExpertIOError(f"reading {self.pools.layout.named(key)} failed")
             failures += [] if error is None else [error]
         self.stats.wait_seconds += time.perf_counter() - start
         return failures[:1]

@@ -29,6 +29,7 @@ class Pools(list[SlotPool]):
         host: bytes of the records that stay in host memory after they were copied, at most.
 
     Attributes:
+        layout: as given.
         of: the pool of each layer.
         classes: the size class of each pool.
     """
@@ -43,7 +44,7 @@ class Pools(list[SlotPool]):
         adopt: Adopt | None = None,
         host: int = 0,
     ):
-        self.classes, self._least = size_classes(layout), least
+        self.layout, self.classes, self._least = layout, size_classes(layout), least
         start, most = (divide(self.classes, size, least) for size in sizes)
         given = zip(self.classes, start, most, self.host_shares(host), strict=True)
         super().__init__(_pool_of(*each, least, buffer_bytes, copied, adopt) for each in given)
@@ -114,10 +115,12 @@ class Pools(list[SlotPool]):
         """Whether every expert of the layer's pool is in memory or being read."""
         return len(self.of[layer]) == self._records[layer]
 
-    def slots_per_layer(self, spare: int) -> int:
-        """Slots per layer, without `spare` slots, in the pool that has the fewest per layer."""
+    def slots_per_layer(self, spare: int, layer: int | None) -> int:
+        """As `ExpertLoader.slots_per_layer`."""
         pools = zip(self, self.classes, strict=False)  # none after they are cleared
-        return min((max(pool.slots - spare, 0) // len(one.layers) for pool, one in pools), default=0)
+        wanted = {*self.layout.moe_layers} if layer is None else {layer}
+        serving = ((pool, one) for pool, one in pools if wanted.intersection(one.layers))
+        return min((max(pool.slots - spare, 0) // len(one.layers) for pool, one in serving), default=0)
 
     def foretell(self, keys: Sequence[Key]) -> None:
         """Names the records that will probably be requested next, in place of earlier ones."""

@@ -247,12 +247,12 @@ class ExpertReader:
                 folders = {str(piece.path.parent) for piece in self._where.pieces(read.layer, read.expert)}
                 where = " or ".join(sorted(folders))
                 return ExpertIOError(f"the drive of {where} is lost ({error}): connect it, and load the model again")
-            return ExpertIOError(f"reading expert {read.expert} of layer {read.layer} failed: {error}")
+            return ExpertIOError(f"reading {self.layout.named((read.layer, read.expert))} failed: {error}")
 
 
 def in_pieces_bytes(layout: ExpertLayout) -> int:
     """Bytes that reading experts in pieces takes besides the experts: scratch memory, and the places of the pieces."""
-    return DEFAULT_WORKERS * SCRATCH_BYTES + layout.num_experts * len(layout.moe_layers) * READS_BYTES
+    return DEFAULT_WORKERS * SCRATCH_BYTES + layout.total_experts * READS_BYTES
 
 
 def shares_of(runs: Sequence[Run], worth: int) -> list[list[Run]]:

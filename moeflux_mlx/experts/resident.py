@@ -106,7 +106,7 @@ def kept(rows: np.ndarray) -> np.ndarray | mx.array:
 
 def _read(files: ExpertFiles, opened: OpenFiles, progress: ReadProgress) -> Portions:
     """Yields all layers in filled portions; up to a layer of the following ones is being read meanwhile."""
-    done, total = 0, sum(record.size for record in files.layout.records.values()) * files.layout.num_experts
+    done, total = 0, sum(record.size * files.layout.count(layer) for layer, record in files.layout.records.items())
     pool, is_over = ThreadPoolExecutor(DEFAULT_WORKERS, "expert-loader"), False
 
     def begin(portion: Portion) -> tuple[Portion, list[Future[int]]]:
@@ -148,22 +148,23 @@ def _came(read: "Future[int]", layer: int) -> int:
 
 def _portions_of_a_layer(files: ExpertFiles) -> int:
     """The number of portions, the same for each layer."""
-    largest = max(record.stride for record in files.layout.records.values())
-    return -(-files.layout.num_experts // max(PORTION_BYTES // largest, 1))
+    layout = files.layout
+    wanted = max(-(-layout.count(i) // max(PORTION_BYTES // one.stride, 1)) for i, one in layout.records.items())
+    return min(wanted, *map(layout.count, layout.records))
 
 
 def _portions(files: ExpertFiles) -> Portions:
     """Yields portions in cleared memory; if they are copied to a device, two layers' memory is used in turns."""
     layout, number = files.layout, _portions_of_a_layer(files)
-    words = [layout.records[layer].stride // 4 for layer in layout.moe_layers]
-    cuts = [i * layout.num_experts // number for i in range(number + 1)]
-    places = [page_aligned(layout.num_experts, max(words)) for _ in range(2)] if backend.name() == "cuda" else []
+    largest = layout.largest_layer // 4
+    places = [page_aligned(1, largest).reshape(-1) for _ in range(2)] if backend.name() == "cuda" else []
 
     def every() -> Portions:
-        for i, layer in enumerate(layout.moe_layers):
-            room = places[i % 2].reshape(-1)[: layout.num_experts * words[i]] if places else None
-            rows = page_aligned(layout.num_experts, words[i]) if room is None else room.reshape(-1, words[i])
-            yield from (Portion(layer, rows, first, stop) for first, stop in itertools.pairwise(cuts))
+        for i, (layer, record) in enumerate(layout.records.items()):
+            count, words = layout.count(layer), record.stride // 4
+            room = page_aligned(count, words) if not places else places[i % 2][: count * words].reshape(count, words)
+            cuts = [part * count // number for part in range(number + 1)]
+            yield from (Portion(layer, room, first, stop) for first, stop in itertools.pairwise(cuts))
 
     return every() if places else touched(every())
 

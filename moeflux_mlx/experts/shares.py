@@ -28,7 +28,7 @@ def size_classes(layout: ExpertLayout) -> tuple[SizeClass, ...]:
     layers: dict[int, list[int]] = {}
     for layer, record in layout.records.items():
         layers.setdefault(record.held_bytes, []).append(layer)
-    return tuple(SizeClass(nbytes, tuple(of), len(of) * layout.num_experts) for nbytes, of in layers.items())
+    return tuple(SizeClass(nbytes, tuple(of), sum(map(layout.count, of))) for nbytes, of in layers.items())
 
 
 def divide(classes: Sequence[SizeClass], nbytes: int, least: int) -> list[int]:

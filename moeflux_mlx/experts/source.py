@@ -174,8 +174,8 @@ class ExpertLoader(ABC):
         """IN_MEMORY or ARRIVING of each expert that is not only on disk; mapped experts count as in memory. Called by
         the thread that runs the model.
         """
-        every = range(self.layout.num_experts)
-        return [((layer, expert), IN_MEMORY) for layer in self.layout.moe_layers for expert in every]
+        layout = self.layout
+        return [((layer, expert), IN_MEMORY) for layer in layout.records for expert in range(layout.count(layer))]
 
     @property
     def stats(self) -> LoaderStats:
@@ -259,8 +259,10 @@ class ExpertLoader(ABC):
         """Slots of the pool that serves `layer`; 0 if every expert is in memory."""
         return 0
 
-    def slots_per_layer(self, spare: int = 0) -> int:
-        """A layer's equal share of the pool without `spare` slots; 0 if every expert is in memory."""
+    def slots_per_layer(self, spare: int = 0, layer: int | None = None) -> int:
+        """A layer's equal share of its pool without `spare` slots, of the layer with routed experts that has the least
+        by default; 0 if every expert is in memory.
+        """
         return 0
 
     def whole(self, layer: int) -> Records | None:
@@ -294,7 +296,7 @@ class ExpertLoader(ABC):
     @property
     def is_resident(self) -> bool:
         """Whether every layer is one array that kernels index by id."""
-        return all(self.whole(layer) is not None for layer in self.layout.moe_layers)
+        return all(self.whole(layer) is not None for layer in self.layout.records)
 
     def wait_for(self, layer: int) -> None:  # noqa: B027
         """Blocks until no read of `layer` is in progress. Failed guesses are dropped."""

@@ -91,11 +91,15 @@ class AskedByRow:
 
     def counts(self) -> list[Asked]:
         """As `ExpertLoader.asked_by_row`."""
-        if not self.layers:
-            return []
-        layers, arrays = list(self.layers), list(self.layers.values())
-        ids, ready = (np.stack(one) for one in zip(*arrays, strict=True))  # [layers, R, K]
-        keys = ids + self._layout.num_experts * np.arange(len(layers))[:, None, None]
+        alike: dict[int, list[int]] = {}  # layers by the number of a token's experts
+        for layer, (ids, _) in self.layers.items():
+            alike.setdefault(ids.shape[1], []).append(layer)
+        return [sum(rows, Asked()) for rows in zip(*map(self._counts, alike.values()), strict=True)]
+
+    def _counts(self, layers: list[int]) -> list[Asked]:
+        """The same for layers of which a token uses equally many experts."""
+        ids, ready = (np.stack(one) for one in zip(*(self.layers[layer] for layer in layers), strict=True))  # [., R, K]
+        keys = ids + self._layout.most_experts * np.arange(len(layers))[:, None, None]
         sizes = np.array([self._layout.records[layer].size for layer in layers], float)
         sizes *= self._blocks  # scaled up to whole blocks
         missed, (layer, row, _) = keys[~ready], np.nonzero(~ready)

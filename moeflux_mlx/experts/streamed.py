@@ -194,8 +194,8 @@ class StreamedExperts(ExpertLoader):
             self.prompt_check(tokens)
 
     def warm(self, rates: np.ndarray) -> None:
-        """Fills free memory with the experts of the highest `rates`, float [layers that have experts, experts], the
-        shares of earlier steps that used them.
+        """Fills free memory with the experts of the highest `rates`, float [record sets, the most experts of a set],
+        the shares of earlier steps that used them.
         """
         with self._alone():
             self._warming = Warming(self.reads, self.layout, rates)
@@ -385,8 +385,8 @@ class StreamedExperts(ExpertLoader):
     def slots_of(self, layer: int) -> int:
         return self.pools.of[layer].slots
 
-    def slots_per_layer(self, spare: int = 0) -> int:
-        return self.pools.slots_per_layer(spare)
+    def slots_per_layer(self, spare: int = 0, layer: int | None = None) -> int:
+        return self.pools.slots_per_layer(spare, layer)
 
     def wait_for(self, layer: int) -> None:
         with self._alone():

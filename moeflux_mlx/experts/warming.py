@@ -27,13 +27,13 @@ class Usage:
     """
 
     def __init__(self, layout: ExpertLayout):
-        self._rows = {layer: row for row, layer in enumerate(layout.moe_layers)}
-        self._counts, self.steps = np.zeros((len(self._rows), layout.num_experts)), 0
+        self._rows = {layer: row for row, layer in enumerate(layout.records)}
+        self._counts, self.steps = np.zeros((len(self._rows), layout.most_experts)), 0
         self._noted: list[tuple[int, np.ndarray]] = []  # a row of the counts, and the experts of a token
 
     @property
     def counts(self) -> np.ndarray:
-        """float64 [layers that have experts, experts]."""
+        """float64 [record sets, the most experts of a set]."""
         self._count()
         return self._counts
 
@@ -64,13 +64,13 @@ class Warming:
     """Args:
     reads: into the pools.
     layout: of the experts.
-    rates: the share of earlier steps that used each expert, [layers that have experts, experts].
+    rates: the share of earlier steps that used each expert, [record sets, the most experts of a set].
     """
 
     def __init__(self, reads: PoolReads, layout: ExpertLayout, rates: np.ndarray):
         order = np.argsort(-rates, axis=None, kind="stable")[: np.count_nonzero(rates > 0)]
         rows, experts = np.unravel_index(order, rates.shape)
-        layers = np.array(layout.moe_layers)[rows]
+        layers = np.array(list(layout.records))[rows]
         self._reads, self._pools = reads, reads.pools
         self._uses = dict(
             zip(zip(layers.tolist(), experts.tolist(), strict=True), rates[rows, experts] * MEAN_LIFE, strict=True)

@@ -5,17 +5,13 @@ No package has its reference; the names and the arithmetic are those of IFM's mo
 
 from dataclasses import replace
 
-import numpy as np
-
 from ..errors import ConfigError
 from ..files import JsonDict
-from ..kinds import LayerSpec, Residual
+from ..kinds import Residual
 from ..kinds.limits import not_multiple
-from ..mixers.grouped.spec import GroupedQuery
 from .fields import (
     Family,
     Fields,
-    FusedRows,
     common,
     experts,
     grouped_query,
@@ -54,22 +50,10 @@ def _k2_horizon(read: Fields) -> JsonDict:
     return {**common(read), "layers": layers(read, mixers, moe, sparse, Residual(norm_groups=groups))}
 
 
-def _stacked_values(spec: LayerSpec, layer: int, shards: int) -> FusedRows:
-    """MLX's copies stack the value experts."""
-    mixer = spec.mixer
-    if not isinstance(mixer, GroupedQuery) or mixer.value_experts is None or shards > 1:
-        return {}
-    path, rows = f"model.layers.{layer}.self_attn.value_experts.matrices", mixer.kv_heads * mixer.value_width
-    own = np.arange(rows)
-    return {path: tuple((f"{path}.{i}", i * rows + own) for i in range(mixer.value_experts.experts))}
-
-
 RENAMES = (
     *((".mlp.gate.bias$", ".mlp.e_score_correction_bias"), (".mlp.shared_experts.", ".mlp.shared_expert.")),
-    *((".self_attn.gate_proj.", ".self_attn.g_proj."), (".self_attn.v_experts.", ".self_attn.value_experts.matrices.")),
+    *((".self_attn.gate_proj.", ".self_attn.g_proj."), (".self_attn.v_experts.", ".self_attn.value_experts.")),
     (".self_attn.v_router.bias$", ".self_attn.value_experts.e_score_correction_bias"),
     (".self_attn.v_router.", ".self_attn.value_experts.gate."),
 )
-FAMILIES = {
-    "k2_horizon": Family(_k2_horizon, renames=RENAMES, fused_rows=_stacked_values, grouped=(".value_experts.matrices",))
-}
+FAMILIES = {"k2_horizon": Family(_k2_horizon, renames=RENAMES)}

@@ -16,11 +16,11 @@ def check_grids(experts: PackedExperts | StripedExperts) -> None:
     share = experts.share if isinstance(experts, PackedExperts) else None
     for layer, record in layout.records.items():
         fields = [(part.quant.mode, field) for part in record.projections for field in part.codes if field.part == GRID]
-        held = [one for one in range(layout.num_experts) if fields and (share is None or share.has(layer, one))]
+        held = [one for one in range(layout.count(layer)) if fields and (share is None or share.has(layer, one))]
         for expert in held[:1] + held[-1:]:
             path, start, _, _ = experts.pieces(layer, expert)[0]
             for mode, field in fields:
-                where = f"{field.name} of expert {expert} of layer {layer}"
+                where = f"{field.name} of {layout.named((layer, expert))}"
                 grid = bytes(read_bytes(path, start + field.offset, field.size))
                 first, other = known.setdefault(mode, (grid, where))
                 if first != grid:

@@ -61,6 +61,6 @@ class InPlaceExperts:
             before = (piece for piece in self.pieces(layer, expert) if piece.place <= field.offset)
             path = max(before, key=lambda piece: piece.place).path
             raise ModelFileError(
-                f"{path}: {field.name} of expert {expert} of layer {layer} holds NaN or infinite values; "
+                f"{path}: {field.name} of {self.layout.named((layer, expert))} holds NaN or infinite values; "
                 "download it again"
             )

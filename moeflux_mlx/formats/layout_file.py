@@ -21,9 +21,10 @@ not overlap; gaps are zero. A geometry may name `experts`, those of its `layers`
 it. In each layer every expert has one geometry, and its record begins where the previous record ends: at the sum of the
 `record_stride`s of the experts with smaller numbers. A geometry may name `directories`, which hold the records of its
 layers in turn: of n directories, number i has the experts i, i + n, i + 2n, ... without gaps, in a file with the
-layer's usual name. The first is ".", the directory of layout.json; the others are paths. Version 4 is written only if
-versions 1 to 3 cannot express the geometry. A new field, key, dtype or mode needs no further version: a reader refuses
-what it does not know.
+layer's usual name. The first is ".", the directory of layout.json; the others are paths. A geometry may have `values`,
+a number: then it is not that of its layers' routed experts but of so many value experts of each of them, whose only
+matrix is `v_proj`, and which lie in files called values_NN.bin. Version 4 is written only if versions 1 to 3 cannot
+express the geometry. A new field, key, dtype or mode needs no further version: a reader refuses what it does not know.
 
 We do not read records that differ within a layer. Only strides and the dtype of floating scales are taken from such a
 file: every other field must equal what the model's config.json gives.
@@ -48,14 +49,14 @@ from .record import (
     Projection,
     Quants,
     Record,
-    expert_path,
     floating_dtype,
     projections_of,
+    set_path,
     stated_quants,
 )
 
 UNIFORM_VERSION, VERSION, SHARE_VERSION, OPEN_VERSION = VERSIONS = 1, 2, 3, 4
-GEOMETRY_KEYS = ("layers", "experts", "record_size", "record_stride", "fields", "directories")
+GEOMETRY_KEYS = ("layers", "experts", "record_size", "record_stride", "fields", "directories", "values")
 OWN_DIRECTORY = "."
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 1  # shows only that nested values exist
@@ -207,24 +208,26 @@ def _agree_components(where: object, stated: list[JsonObject], wanted: list[Json
 
 
 def _varied(layout: ExpertLayout, version: int) -> JsonDict:
-    layers: dict[Any, list[int]] = {}  # by geometry
-    for layer, record in layout.records.items():
-        layers.setdefault(record.geometry, []).append(layer)
+    sets: dict[Any, list[int]] = {}  # by geometry
+    for number, record in layout.records.items():
+        sets.setdefault(record.geometry, []).append(number)
     return {
         "format_version": version,
         "num_layers": layout.num_layers,
         "num_experts": layout.num_experts,
-        "geometries": [_geometry(layout.records[having[0]], having) for having in layers.values()],
+        "geometries": [_geometry(layout, having) for having in sets.values()],
     }
 
 
-def _geometry(record: Record, layers: list[int]) -> JsonDict:
-    return {
-        "layers": layers,
+def _geometry(layout: ExpertLayout, sets: list[int]) -> JsonDict:
+    record = layout.records[sets[0]]
+    stated = {
+        "layers": [number % layout.num_layers for number in sets],
         "record_size": record.size,
         "record_stride": record.stride,
         "fields": [{**_component(field), **projection.quant.entry()} for projection, field in _fields(record)],
     }
+    return stated if sets[0] < layout.num_layers else {**stated, "values": layout.num_values}
 
 
 def _fields(record: Record) -> Iterator[tuple[Projection, Field]]:
@@ -232,7 +235,7 @@ def _fields(record: Record) -> Iterator[tuple[Projection, Field]]:
 
 
 def _read_varied(content: JsonObject, args: ModelArgs, where: object) -> ExpertLayout:
-    geometries: dict[int, JsonObject] = {}  # by layer, as `dtypes`
+    geometries: dict[int, JsonObject] = {}  # by set, as `dtypes`
     dtypes: dict[int, str] = {}
     for geometry in _objects(content, "geometries", where):
         fields = _objects(geometry, "fields", where)
@@ -240,19 +243,28 @@ def _read_varied(content: JsonObject, args: ModelArgs, where: object) -> ExpertL
         if content["format_version"] == OPEN_VERSION:
             _check_keys(geometry, where)
         dtype = floating_dtype((one.get("name"), one.get("dtype")) for one in fields)
-        for layer in _layers(geometry, args, where):
-            if layer in geometries:
-                raise ModelFileError(f"{where}: layer {layer} has two geometries")
-            geometries[layer], dtypes[layer] = geometry, dtype
-    if len(geometries) < len(args.moe_layers):
-        missing = min(set(args.moe_layers) - set(geometries))
-        raise ModelFileError(f"{where}: layer {missing} has no geometry; the model's config.json gives it experts")
+        for number in _sets(geometry, args, where):
+            if number in geometries:
+                raise ModelFileError(f"{where}: {_named(number, args)} has two geometries")
+            geometries[number], dtypes[number] = geometry, dtype
+    if len(geometries) < len(args.record_sets):
+        missing = _named(min(set(args.record_sets) - set(geometries)), args)
+        raise ModelFileError(f"{where}: {missing} has no geometry; the model's config.json gives it experts")
     for key, wanted in (("num_layers", args.num_hidden_layers), ("num_experts", args.num_experts)):
         _agree(where, key, content.get(key), wanted)
-    quants = {layer: _stated(layer, args, where) for layer in args.moe_layers}
+    quants = {number: _stated(number, args, where) for number in args.record_sets}
     layout = ExpertLayout.from_args(args, quants, dtypes)
-    checked = {layer: _spaced(record, layer, geometries[layer], where) for layer, record in layout.records.items()}
+    checked = {
+        number: _spaced(record, _named(number, args), geometries[number], where)
+        for number, record in layout.records.items()
+    }
     return replace(layout, records=checked)
+
+
+def _named(number: int, args: ModelArgs) -> str:
+    """A record set in messages."""
+    layer = f"layer {number % args.num_hidden_layers}"
+    return layer if number < args.num_hidden_layers else f"{layer}, of value experts,"
 
 
 def _objects(parent: JsonObject, key: str, where: object) -> list[JsonObject]:
@@ -262,19 +274,23 @@ def _objects(parent: JsonObject, key: str, where: object) -> list[JsonObject]:
     return objects
 
 
-def _layers(geometry: JsonObject, args: ModelArgs, where: object) -> list[int]:
-    layers = geometry.get("layers")
-    if not isinstance(layers, list) or not all(type(i) is int and i in args.moe_layers for i in layers):
+def _sets(geometry: JsonObject, args: ModelArgs, where: object) -> list[int]:
+    """The numbers of the record sets with this geometry."""
+    layers, values, experts = geometry.get("layers"), "values" in geometry, args.matrix_experts
+    having = args.matrix_layers if values else args.moe_layers
+    if not isinstance(layers, list) or not all(type(i) is int and i in having for i in layers):
         raise ModelFileError(
-            f"{where}: layers {_SHORT.repr(layers)} are not some of the model's layers with experts, "
-            f"{_SHORT.repr(args.moe_layers)}"
+            f"{where}: layers {_SHORT.repr(layers)} are not some of the model's layers with "
+            f"{'value ' * values}experts, {_SHORT.repr(having)}"
         )
-    return layers
+    if values:
+        _agree(where, "values", geometry["values"], 0 if experts is None else experts.router.experts)
+    return list(map(args.matrix_set, layers)) if values else layers
 
 
 def _check_experts(geometry: JsonObject, args: ModelArgs, where: object) -> None:
     """Raises ModelFileError: the geometry is not that of all experts of its layers."""
-    if "experts" in geometry and geometry["experts"] != list(range(args.num_experts)):
+    if "experts" in geometry and ("values" in geometry or geometry["experts"] != list(range(args.num_experts))):
         raise ModelFileError(
             f"{where}: a geometry is of the experts {_SHORT.repr(geometry['experts'])} of {args.num_experts}; "
             "records that differ within a layer are not implemented"
@@ -289,27 +305,26 @@ def _check_keys(geometry: JsonObject, where: object) -> None:
             raise ModelFileError(f"{where}: a geometry has the unknown key {_SHORT.repr(unknown)}")
 
 
-def _stated(layer: int, args: ModelArgs, where: object) -> Quants:
+def _stated(number: int, args: ModelArgs, where: object) -> Quants:
     """The stored form of each of an expert's matrices in config.json."""
-    matrices = args.experts.matrices
-    quants = (None,) * matrices if args.quantization is None else stated_quants(args.quantization, layer, matrices)
+    matrices = args.matrices_of(number)
+    quants = (None,) * matrices if args.quantization is None else stated_quants(args, args.quantization, number)
     for projection, quant in zip(projections_of(matrices), quants, strict=True):
         if quant is None:
-            raise ModelFileError(f"{where}: config.json says that {expert_path(layer, projection)} is not quantised")
+            path = set_path(args, number, projection)
+            raise ModelFileError(f"{where}: config.json says that {path} is not quantised")
     return tuple(quant for quant in quants if quant is not None)
 
 
-def _spaced(record: Record, layer: int, geometry: JsonObject, where: object) -> Record:
+def _spaced(record: Record, name: str, geometry: JsonObject, where: object) -> Record:
     """The record with the stride that the file states, once everything else in it is what `record` has."""
     fields, wanted = geometry["fields"], list(_fields(record))
     if len(fields) != len(wanted):
-        raise ModelFileError(
-            f"{where}: layer {layer} has {len(fields)} fields; the model's config.json gives {len(wanted)}"
-        )
+        raise ModelFileError(f"{where}: {name} has {len(fields)} fields; the model's config.json gives {len(wanted)}")
     for stated, (projection, field) in zip(fields, wanted, strict=True):
         for key, value in {**projection.quant.entry(), **_component(field)}.items():
-            _agree(where, f"{key} of {field.name} in layer {layer}", stated.get(key), value)
-    _agree(where, f"record_size of layer {layer}", geometry.get("record_size"), record.size)
+            _agree(where, f"{key} of {field.name} in {name}", stated.get(key), value)
+    _agree(where, f"record_size of {name}", geometry.get("record_size"), record.size)
     stride = geometry.get("record_stride")
     if type(stride) is not int or stride < record.size or stride % BLOCK_BYTES:
         raise ModelFileError(

@@ -50,7 +50,7 @@ class PackedExperts:
         layout_file = folder / LAYOUT
         content = read_json(layout_file)
         layout, share = from_json(content, args, layout_file), held_by(content, layout_file)
-        paths = {layer: folder / layout.file_name(layer) for layer in layout.moe_layers}
+        paths = {number: folder / layout.file_name(number) for number in layout.records}
         for layer, path in paths.items():
             check_length(path, layout.layer_bytes(layer))
         return cls(layout, paths, share)
@@ -72,14 +72,14 @@ class StripedExperts:
     def sizes(self) -> dict[Path, int]:
         """Bytes of every file."""
         return {
-            folder / self.layout.file_name(layer): self.layout.records[layer].stride * len(self.experts_in(number))
-            for layer in self.layout.moe_layers
+            folder / self.layout.file_name(layer): record.stride * len(self.experts_in(number, layer))
+            for layer, record in self.layout.records.items()
             for number, folder in enumerate(self.folders)
         }
 
-    def experts_in(self, number: int) -> range:
-        """The experts of each layer whose records are in directory `number`."""
-        return range(number, self.layout.num_experts, len(self.folders))
+    def experts_in(self, number: int, layer: int) -> range:
+        """The experts of a layer whose records are in directory `number`."""
+        return range(number, self.layout.count(layer), len(self.folders))
 
     def pieces(self, layer: int, expert: int) -> tuple[FilePiece, ...]:
         """The expert's record, which is a single piece."""

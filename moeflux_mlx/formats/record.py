@@ -1,6 +1,7 @@
 """The offsets of the fields in an expert's record, and of records in a layer's file. No other module knows offsets.
 
-A record is an expert's matrices, gate, up and down or up and down alone. Each has these fields, in this order:
+A record is an expert's matrices: gate, up and down, or up and down alone, or that of a value expert. Each has these
+fields, in this order:
 
     weight        uint32 [rows, words]           codes, as `Quant` says
     scales        [rows, groups]                 one for a group of inputs: floating, or 8 bits
@@ -34,6 +35,7 @@ STRIDE_ALIGNMENT = 16384  # Apple Silicon's page: what adoption without copy and
 BLOCK_BYTES = 4096  # a disk block for direct I/O; a record in memory is rounded up to it
 SCALE_DTYPES = ("BF16", "F16", "F32")  # dtypes of floating scales and biases
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+VALUES = "v_proj"  # the only matrix of a value expert
 FIXED = (GLOBAL_SCALE, SUPERS, MINIMA)  # floating fields whose dtype is that of their form
 BIAS = "bias"  # the field that a matrix's product adds; `quant` names the others
 ITEM_BYTES = {"U32": 4, "BF16": 2, "F16": 2, "F32": 4, "U8": 1}  # bytes of a value
@@ -77,7 +79,7 @@ class Field:
 class Projection:
     """One matrix [rows, columns] of a record, and its fields in the order in which they lie."""
 
-    name: str  # one of PROJECTIONS
+    name: str  # one of PROJECTIONS, or VALUES
     rows: int
     columns: int
     quant: Quant
@@ -128,8 +130,8 @@ class Record:
         interleaved: bool = False,
     ) -> "Record":
         """Args:
-        hidden_size, moe_intermediate_size: of the experts: gate and up are [I, H], down is [H, I].
-        quants: of gate, up and down, or of up and down alone.
+        hidden_size, moe_intermediate_size: of the experts: gate and up are [I, H], down and an only matrix are [H, I].
+        quants: of gate, up and down, or of up and down alone, or of the only matrix.
         stride: None for the size, rounded up to whole pages.
         dtype: of floating scales and biases.
         has_bias: whether each matrix has a bias [rows].
@@ -139,7 +141,7 @@ class Record:
         H, I = hidden_size, moe_intermediate_size
         made, end = list[Projection](), 0
         for name, quant in zip(projections_of(len(quants)), quants, strict=True):
-            rows, columns = (H, I) if name == PROJECTIONS[-1] else (I, H)
+            rows, columns = (I, H) if name in PROJECTIONS[:-1] else (H, I)
             made.append(_projection(name, rows, columns, quant, end, dtype, has_bias))
             end = made[-1].fields[-1].end
         spacing = rounded(end, STRIDE_ALIGNMENT) if stride is None else stride
@@ -165,8 +167,8 @@ class Record:
 
     @cached_property
     def up(self) -> Projection:
-        """The last but one."""
-        return self.projections[-2]
+        """The last but one, or the only one."""
+        return self.projections[-2:][0]
 
     @cached_property
     def down(self) -> Projection:
@@ -229,8 +231,8 @@ def rounded(nbytes: int, alignment: int) -> int:
 
 
 def projections_of(matrices: int) -> tuple[str, ...]:
-    """Names of an expert's matrices, of which there are three, or two without a gate."""
-    return PROJECTIONS[-matrices:]
+    """Names of an expert's matrices, of which there are three, two without a gate, or one of values."""
+    return (VALUES,) if matrices == 1 else PROJECTIONS[-matrices:]
 
 
 def floating_dtype(fields: Iterable[tuple[JsonValue, JsonValue]]) -> str:
@@ -270,17 +272,21 @@ def _parts(
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Geometry of `packed_experts/`: for each layer with experts a file of `num_experts` records.
+    """Geometry of `packed_experts/`: a file of records for each record set, which is the routed experts of a layer, or
+    its value experts. A layer's number is that of its routed experts, and with `num_layers` added, of its value
+    experts. Each set is treated like a layer by all that reads and keeps records.
 
     Args:
-        records: by layer, ascending.
-        num_experts: of a layer.
+        records: by the number of the set, ascending.
+        num_experts: routed experts of a layer.
         num_layers: of the model, those without experts included.
+        num_values: value experts of a layer.
     """
 
     records: Mapping[int, Record]
     num_experts: int
     num_layers: int
+    num_values: int = 0
 
     @classmethod
     def from_args(
@@ -291,27 +297,55 @@ class ExpertLayout:
     ) -> "ExpertLayout":
         """Args:
         args: of the model.
-        quants: of the experts' matrices by layer; None: what version 1 of the format has everywhere.
-        dtypes: of floating scales and biases, for all layers or by layer.
+        quants: of the experts' matrices by set; None: what version 1 of the format has everywhere.
+        dtypes: of floating scales and biases, for all sets or by set.
 
         Raises:
             ConfigError: a width is no multiple of a group.
         """
-        H, I, has_bias, records = args.expert_size, args.moe_intermediate_size, args.experts.biases, {}
-        for layer in args.moe_layers:
-            stored = UNIFORM[-args.experts.matrices :] if quants is None else quants[layer]
-            dtype = dtypes if isinstance(dtypes, str) else dtypes[layer]
-            activation = args.experts_of(layer).activation
-            records[layer] = Record.make(H, I, stored, None, dtype, has_bias, activation)
-            _check_groups(layer, records[layer])
-        layout = cls(records, args.num_experts, args.num_hidden_layers)
+        H, I, has_bias, values = args.expert_size, args.moe_intermediate_size, args.experts.biases, args.matrix_experts
+        records, num_values = dict[int, Record](), 0 if values is None else values.router.experts
+        for number in args.record_sets:
+            stored = UNIFORM[-args.matrices_of(number) :] if quants is None else quants[number]
+            dtype = dtypes if isinstance(dtypes, str) else dtypes[number]
+            if number < args.num_hidden_layers:
+                activation = args.experts_of(number).activation
+                records[number] = Record.make(H, I, stored, None, dtype, has_bias, activation)
+            elif values is not None:
+                records[number] = Record.make(values.rows, args.hidden_size, stored, None, dtype)
+            _check_groups(args, number, records[number])
+        layout = cls(records, args.num_experts, args.num_hidden_layers, num_values)
         if layout.is_uniform:
             return layout
-        return replace(layout, records={i: one.spaced(layout.spacing(one)) for i, one in records.items()})
+        return replace(layout, records={i: one.spaced(layout.spacing(i)) for i, one in records.items()})
 
     @cached_property
     def moe_layers(self) -> tuple[int, ...]:
-        return tuple(self.records)
+        """The layers with routed experts."""
+        return tuple(number for number in self.records if number < self.num_layers)
+
+    def count(self, number: int) -> int:
+        """The experts of a set."""
+        return self.num_experts if number < self.num_layers else self.num_values
+
+    def named(self, key: Key) -> str:
+        """An expert in messages."""
+        number, expert = key
+        return f"{'value ' * (number >= self.num_layers)}expert {expert} of layer {number % self.num_layers}"
+
+    @property
+    def most_experts(self) -> int:
+        """The most experts of a set."""
+        return max(self.num_experts, self.num_values)
+
+    @cached_property
+    def total_experts(self) -> int:
+        """The experts of all sets."""
+        return sum(map(self.count, self.records))
+
+    def token_bytes(self, args: ModelArgs) -> int:
+        """Bytes of the experts that one token goes through, in all layers."""
+        return sum(args.router_of(number).top_k * record.held_bytes for number, record in self.records.items())
 
     @cached_property
     def is_uniform(self) -> bool:
@@ -320,14 +354,14 @@ class ExpertLayout:
         plain = Record.make(first.hidden_size, first.moe_intermediate_size, stride=first.stride)
         return {record.geometry for record in self.records.values()} == {plain.geometry}
 
-    def spacing(self, record: Record) -> int:
+    def spacing(self, number: int) -> int:
         """Stride in files of versions from 2 on: whole disk blocks, for direct I/O.
 
         A file is whole pages, as Metal wants of what it adopts; where the number of experts does not see to that, a
         record is.
         """
-        pages = self.num_experts * BLOCK_BYTES % STRIDE_ALIGNMENT == 0
-        return rounded(record.size, BLOCK_BYTES if pages else STRIDE_ALIGNMENT)
+        pages = self.count(number) * BLOCK_BYTES % STRIDE_ALIGNMENT == 0
+        return rounded(self.records[number].size, BLOCK_BYTES if pages else STRIDE_ALIGNMENT)
 
     @cached_property
     def held_bytes(self) -> int:
@@ -339,17 +373,17 @@ class ExpertLayout:
         return expert * self.records[layer].stride
 
     def layer_bytes(self, layer: int) -> int:
-        """Bytes of a layer's file."""
-        return self.num_experts * self.records[layer].stride
+        """Bytes of a set's file."""
+        return self.count(layer) * self.records[layer].stride
 
     @cached_property
     def largest_layer(self) -> int:
         """Bytes of the largest file."""
-        return max(map(self.layer_bytes, self.moe_layers))
+        return max(map(self.layer_bytes, self.records))
 
     @cached_property
     def total_bytes(self) -> int:
-        return sum(map(self.layer_bytes, self.moe_layers))
+        return sum(map(self.layer_bytes, self.records))
 
     def experts_within(self, nbytes: int, at_most: int) -> int:
         """How many records of any layer fit `nbytes` of memory: at least one, and no more than `at_most`.
@@ -363,16 +397,16 @@ class ExpertLayout:
         return next((i for i in self.moe_layers if i > layer), None)
 
     def file_name(self, layer: int) -> str:
-        return f"layer_{layer:02d}.bin"
+        return f"layer_{layer:02d}.bin" if layer < self.num_layers else f"values_{layer - self.num_layers:02d}.bin"
 
     @property
     def record(self) -> Record:
-        """The first layer's, where all layers have the same geometry.
+        """The routed experts' in the first layer, where all layers have the same geometry.
 
         Raises:
             ValueError: they have not.
         """
-        (_,) = {record.geometry for record in self.records.values()}
+        (_,) = {self.records[layer].geometry for layer in self.moe_layers}
         return next(iter(self.records.values()))
 
 
@@ -381,14 +415,22 @@ def expert_path(layer: int, projection: str) -> str:
     return f"model.layers.{layer}.mlp.switch_mlp.{projection}"
 
 
-def stated_quants(quantization: Quantization, layer: int, matrices: int) -> tuple[Quant | None, ...]:
-    """The stored forms of the matrices of a layer's experts in config.json."""
-    return tuple(quantization.of(expert_path(layer, projection)) for projection in projections_of(matrices))
+def set_path(args: ModelArgs, number: int, projection: str) -> str:
+    """The module path that config.json knows the experts of a record set by."""
+    if number < args.num_hidden_layers:
+        return expert_path(number, projection)
+    layer = number - args.num_hidden_layers
+    return f"model.layers.{layer}.{args.mixers[layer].module_name}.value_experts.{projection}"
 
 
-def _check_groups(layer: int, record: Record) -> None:
+def stated_quants(args: ModelArgs, quantization: Quantization, number: int) -> tuple[Quant | None, ...]:
+    """The stored forms of the matrices of a set's experts in config.json."""
+    return tuple(quantization.of(set_path(args, number, one)) for one in projections_of(args.matrices_of(number)))
+
+
+def _check_groups(args: ModelArgs, number: int, record: Record) -> None:
     for one in record.projections:
         if one.columns % one.quant.multiple:
-            faulty = f"{expert_path(layer, one.name)} has {one.quant}; its {one.columns} columns are not a multiple of"
+            faulty = f"{set_path(args, number, one.name)} has {one.quant}; its {one.columns} columns are not a multiple"
             fits = f"give smaller groups, or one of {', '.join(fitting(one.columns))}"
-            raise ConfigError(f"{faulty} {one.quant.multiple}; {fits}")
+            raise ConfigError(f"{faulty} of {one.quant.multiple}; {fits}")

@@ -5,7 +5,7 @@ belongs to.
 """
 
 from .convolution import ShortConvolution
-from .feed_forward import FORMS, SILU, Activation, ActivationForm, Dense, Experts, Router, SharedExpert
+from .feed_forward import FORMS, SILU, Activation, ActivationForm, Dense, Experts, MatrixExperts, Router, SharedExpert
 from .index import HeadBlocks, Indexer, KeyBlocks
 from .layer import FeedForward, LayerSpec, Residual, WeighedSum
 from .mixer import Attending, Mixer, product_operations
@@ -40,6 +40,7 @@ __all__ = [
     "KeyBlocks",
     "LayerSpec",
     "Llama3",
+    "MatrixExperts",
     "Mixer",
     "NGrams",
     "QueryFactor",

@@ -51,6 +51,16 @@ class Router:
         return replace(made, normalise=False, scale=1.0, shared=0) if self.shared else made
 
 
+@dataclass(frozen=True)
+class MatrixExperts:
+    """Experts of one matrix [rows, hidden size] each, which `router` chooses: a token's part is the weighed sum of
+    silu(W x) over them.
+    """
+
+    router: Router
+    rows: int
+
+
 ActivationForm = Literal["silu", "gelu", "clip then silu", "silu then clip", "clip then swish", "relu", "situ"]
 FORMS: tuple[ActivationForm, ...] = get_args(ActivationForm)  # in the order in which kernels number them
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Literal, Protocol
 
 from .convolution import ShortConvolution
+from .feed_forward import MatrixExperts
 from .ngrams import NGrams
 from .rotation import Rotation
 
@@ -62,6 +63,11 @@ class Mixer(ABC):
         return None
 
     @property
+    def experts(self) -> MatrixExperts | None:
+        """Experts of its own, whose records lie with those of routed experts; None: none."""
+        return None
+
+    @property
     def rounds_keys(self) -> bool:
         """Whether its cache can round keys and values to 8 bits."""
         return False
@@ -83,12 +89,6 @@ class Mixer(ABC):
     @abstractmethod
     def widths(self) -> tuple[int, ...]:
         """The widths of the rows that its operations take."""
-
-    def is_read(self, name: str) -> bool:
-        """Whether each token reads a parameter, by its name in the module; of equally large ones among which a token
-        chooses, so many of the first count as read as it chooses.
-        """
-        return True
 
     def seeing_all(self, first: int, count: int) -> int:
         """How many of `count` tokens from the place `first` on attend to all that they see; by default each does."""

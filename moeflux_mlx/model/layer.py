@@ -11,6 +11,7 @@ from ..caches.layer_cache import LayerCache
 from ..caches.stand_in import Traced
 from ..experts.routing import FromTables, Pieces, RoutedExpertsCall, as_share
 from ..experts.source import ExpertLoader
+from ..experts.values import ValuesOf
 from ..kinds import Experts
 from ..layers import Caches, Convolution, MixerModule, OutputNorm, WeighedParts, norm_of
 from ..mixers.registry import module_of
@@ -65,6 +66,10 @@ class DecoderLayer(nn.Module):
         spec, sizes = args.layers[layer], (args.hidden_size, args.rms_norm_eps)
         self._mixer_name = spec.mixer.module_name
         setattr(self, self._mixer_name, module_of(spec.mixer, *sizes, forms))
+        self._values: ValuesOf | None = None
+        if experts is not None and spec.mixer.experts is not None:
+            self._values = ValuesOf(experts.source, args.matrix_set(layer))
+            self.mixer.set_experts(self._values)
         self.mlp = feed_forward_of(args, layer, experts)
         connections = spec.residual.connections
         if connections is None or not connections.has_own_norm:
@@ -100,9 +105,9 @@ class DecoderLayer(nn.Module):
 
     def compile(self, experts: ExpertLoader) -> None:
         """Compiles the part before the experts of a single token into one graph, which is kept until `experts`
-        close.
+        close. Without it, if the mixer waits for its own experts.
         """
-        if isinstance(self.mlp, MoE):
+        if isinstance(self.mlp, MoE) and (self._values is None or self._values.may_be_traced):
             self._step = by_case(self._choose, experts)
 
     def __call__(
@@ -172,7 +177,7 @@ class DecoderLayer(nn.Module):
         """Whether it may be queued ahead of its choice (`optimistic`): its experts are this process's, and every sum at
         its end is part of a kernel, so that no bit depends on which layers share a graph.
         """
-        if type(self.mlp) is not MoE or type(self.residual) is not OneStream or self._reads_tokens:
+        if type(self.mlp) is not MoE or type(self.residual) is not OneStream or self._reads_tokens or self._values:
             return False
         experts = self.mlp.experts
         return isinstance(experts, FromTables) and experts.reads_tables(self.mlp.layer, self.mlp.rule.top_k)

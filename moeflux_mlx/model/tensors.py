@@ -110,16 +110,9 @@ def resident_bytes(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
 
 def token_bytes(args: ModelArgs, tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
     """Bytes of `tensors`, by name, that each token reads as they are kept: all but an embedding that is no output head,
-    of which a token reads a row, and matrices that it does not choose.
+    of which a token reads a row.
     """
-    read = {name: tensor for name, tensor in tensors.items() if args.is_tied or EMBEDDING not in name}
-    return resident_bytes({name: tensor for name, tensor in read.items() if _is_chosen(args, name)}, dtype)
-
-
-def _is_chosen(args: ModelArgs, name: str) -> bool:
-    """Whether a tensor counts as read by each token."""
-    place = re.match(r"model\.layers\.(\d+)\.\w+\.(.*)", name)
-    return place is None or args.mixers[int(place[1])].is_read(place[2])
+    return resident_bytes({name: one for name, one in tensors.items() if args.is_tied or EMBEDDING not in name}, dtype)
 
 
 def variant_bytes(

@@ -16,7 +16,6 @@ def forecast_of(engine: Engine, positions: int, hits: float | None = None) -> Fo
     if rates is None:
         return None
     args, dtype = engine.model.args, engine.model.activation_dtype
-    dense, records = token_bytes(args, engine.weights.shapes, dtype), engine.experts.layout.records.values()
-    routed = args.num_experts_per_tok * sum(record.held_bytes for record in records)
+    dense, routed = token_bytes(args, engine.weights.shapes, dtype), engine.experts.layout.token_bytes(args)
     work = TokenWork.of(args, dense, routed, positions, dtype.size)
     return expected(engine.plan, work, rates, hits)

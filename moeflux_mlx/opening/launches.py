@@ -36,7 +36,7 @@ from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from ..state.snapshot import MAX_LENGTH
 from .random_weights import Shapes, randomise
-from .some_experts import ways_of_experts
+from .some_experts import values_of_zeros, ways_of_experts
 
 R = TypeVar("R")
 TOKENS = (1, 4, 512)  # one, a few, and many
@@ -177,6 +177,8 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, bool]]
     for (mixer, *_), layers in _kinds([(layer.mixer, _forms(shapes, i, False)) for i, layer in enumerate(args.layers)]):
         module = module_of(mixer, args.hidden_size, args.rms_norm_eps, forms)
         _fill(module, f"model.layers.{layers[0]}.{mixer.module_name}.", shapes)
+        if mixer.experts is not None:
+            module.set_experts(values_of_zeros(shapes.layout, args.matrix_set(layers[0])))
         mix = partial(_mix, args, mixer, module, norm if residual.weighed else before)
         yield mixer.title, layers, mix, False
         for moment, length in mixer.moments(MAX_LENGTH):

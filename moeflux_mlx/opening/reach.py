@@ -133,7 +133,7 @@ class Reach:
     @property
     def routed(self) -> int:
         """Bytes of the experts that a token uses."""
-        return self.args.num_experts_per_tok * sum(record.held_bytes for record in self.layout.records.values())
+        return self.layout.token_bytes(self.args)
 
     @property
     def dense(self) -> int:
@@ -153,23 +153,24 @@ class Reach:
 
     @property
     def waits(self) -> int:
-        """How often the host waits for the GPU in a streamed token: for the router's choice of each layer."""
-        return len(self.layout.moe_layers)
+        """How often the host waits for the GPU in a streamed token: for each choice of a router."""
+        return len(self.layout.records)
 
     def launches(self, streamed: bool) -> int:
         """Kernels of a token; MLX adds a few of its own, such as the embedding."""
         return sum(count for part, count in self._launches.items() if part != (RESIDENT if streamed else STREAMED))
 
     def used(self, tokens: int) -> int:
-        """Bytes of the different experts that a prompt uses, if the router uses all equally often."""
-        unused = 1 - self.args.num_experts_per_tok / self.args.num_experts
-        return int(self.layout.total_bytes * (1 - unused**tokens))
+        """Bytes of the different experts that a prompt uses, if the routers use all equally often."""
+        routers = {number: self.args.router_of(number) for number in self.layout.records}
+        used = {number: 1 - (1 - one.top_k / one.experts) ** tokens for number, one in routers.items()}
+        return int(sum(self.layout.layer_bytes(number) * share for number, share in used.items()))
 
     def operations(self, tokens: int) -> float:
         """Multiplications and additions of a prompt: matrices, routed experts, and scores of earlier positions."""
         args = self.args
-        routed = args.num_experts_per_tok * args.experts.matrices * args.expert_size * args.moe_intermediate_size
-        each = self._matrices + routed * len(args.moe_layers)
+        weights = {i: sum(one.rows * one.columns for one in r.projections) for i, r in self.layout.records.items()}
+        each = self._matrices + sum(args.router_of(number).top_k * count for number, count in weights.items())
         # Half of a prompt's pairs are in order, and a multiply-add is two operations.
         scores = sum(count * mixer.attended(tokens, tokens) for mixer, count in args.mixer_counts.items())
         return product_operations(tokens, each, 1) + scores + product_operations(1, args.hidden_size, args.vocab_size)
@@ -203,7 +204,7 @@ class Reach:
         if the host waits for each choice, and if layers are queued ahead of it (`queued_reach`).
         """
         gpu = self.token / mac.bandwidth / BANDWIDTH_SHARE + self.launches(True) * LAUNCH_SECONDS
-        read = self.routed / self.waits / self.args.num_experts_per_tok / mac.disk
+        read = self.routed / sum(self.args.router_of(number).top_k for number in self.layout.records) / mac.disk
         times = LayerTimes(gpu / self.waits, WAIT_SECONDS, read)
         waiting, queued = (1 / token_seconds(self.waits, times, hits, is_queued) for is_queued in (False, True))
         return waiting, queued

@@ -6,9 +6,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..experts.held import HeldExperts
 from ..experts.places import BUFFERS
 from ..experts.routing import Pieces, Routing
-from ..formats.record import Record
+from ..experts.values import ValuesOf
+from ..formats.record import ExpertLayout, Record
 from ..kinds import Dense, FeedForward
 from ..ops import backend
 from ..ops.backend import AnyArray, computes_at_once, of_kind
@@ -20,6 +22,12 @@ from ..ops.records import Records, is_read, with_record
 from ..spec import ModelArgs
 
 RESIDENT, STREAMED, QUEUED = "resident", "streamed", "queued ahead"  # where routed experts are
+
+
+def values_of_zeros(layout: ExpertLayout, number: int) -> ValuesOf:
+    """The value experts of a record set, which are in memory."""
+    rows = np.zeros((layout.count(number), layout.records[number].stride // 4), np.uint32)
+    return ValuesOf(HeldExperts(layout, {number: rows}), number)
 
 
 class SomeExperts:

@@ -6,6 +6,7 @@ read in place; no operation writes into one.
 """
 
 import ctypes
+import math
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
@@ -192,11 +193,12 @@ def as_dtype(x: Array, dtype: mx.Dtype) -> Array:
     return x if isinstance(x, np.ndarray) else x.astype(dtype)
 
 
-def zeros_like(x: AnyArray) -> AnyArray:
-    """Zeros of x's kind, shape and dtype; for a few rows the array is made once."""
+def zeros_like(x: AnyArray, shape: tuple[int, ...] | None = None) -> AnyArray:
+    """Zeros of x's kind and dtype, in x's shape or another; for a few rows the array is made once."""
+    shape = x.shape if shape is None else shape
     if computes_at_once(x):
-        return np.zeros_like(x)
-    return _zeros(x.shape, x.dtype, str(mx.default_device())) if x.size <= FEW else mx.zeros_like(x)
+        return np.zeros(shape, x.dtype)
+    return _zeros(shape, x.dtype, str(mx.default_device())) if math.prod(shape) <= FEW else mx.zeros(shape, x.dtype)
 
 
 @cache

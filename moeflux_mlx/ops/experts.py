@@ -187,12 +187,18 @@ def expert_ffn(
         shared: the shared expert, or its output [T, H]; None: there is none.
         norm: None: no norm.
     """
-    if isinstance(slots, np.ndarray) and not backend.computes_at_once(x):
-        records, slots = handed_over(records, slots)
+    records, slots = of_kinds(x, records, slots)
     if isinstance(shared, Shared) and (norm is not None or not shared.joins(records.record, slots.shape[1])):
         shared = shared.rows(x)
     act = expert_gate_up(x, slots, records, shared if isinstance(shared, Shared) else None)
     return expert_down_combine(act, slots, records, weights, residual, shared, norm=norm)
+
+
+def of_kinds(x: Array, records: Records, slots: AnyArray) -> tuple[Records, AnyArray]:
+    """Records and their slots as operations on x take them."""
+    if isinstance(slots, np.ndarray) and not backend.computes_at_once(x):
+        return handed_over(records, slots)
+    return records, slots
 
 
 def handed_over(records: Records, slots: np.ndarray) -> tuple[Records, mx.array]:

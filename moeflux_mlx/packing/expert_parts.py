@@ -1,15 +1,15 @@
 """Finds each expert's matrices in a checkpoint: one by one, stacked, or with gate and up fused."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
 from ..errors import ModelFileError
 from ..families.registry import FAMILIES
 from ..formats.checkpoint import FLOATS, Tensor
-from ..formats.record import BIAS, PROJECTIONS, projections_of
+from ..formats.record import BIAS, PROJECTIONS, projections_of, set_path
 from ..quant import FLOAT, GRID, Quant
 from ..spec import ModelArgs
 from .ggml import tables
@@ -124,7 +124,7 @@ class FusedExperts:
             matrix = (
                 find_transposed(floats[name], shape) if transposed else find_matrix(tensors, path, shape, form, weight)
             )
-            return check_experts_type(matrix), _find_bias(args, tensors, f"{path}{bias}", shape[:2])
+            return check_experts_type(matrix), _find_bias(args.experts.biases, tensors, f"{path}{bias}", shape[:2])
 
         self.gate_up, self.gate_up_bias = find("gate_up_proj")
         self.down, self.down_bias = find("down_proj")
@@ -147,22 +147,40 @@ class FusedExperts:
         ]
 
 
+class ExpertShapes(NamedTuple):
+    """What a record set has: so many experts, their matrices by name, and whether each has a bias."""
+
+    experts: int
+    matrices: tuple[tuple[str, tuple[int, int]], ...]
+    has_biases: bool
+
+    @classmethod
+    def of(cls, args: ModelArgs, number: int) -> "ExpertShapes":
+        """Of the set `number`. The names begin with a dot; those of value experts are empty."""
+        if number >= args.num_hidden_layers and (values := args.matrix_experts) is not None:
+            return cls(values.router.experts, (("", (values.rows, args.hidden_size)),), False)
+        H, I, names = args.expert_size, args.moe_intermediate_size, projections_of(args.experts.matrices)
+        matrices = tuple((f".{name}", (H, I) if name == PROJECTIONS[-1] else (I, H)) for name in names)
+        return cls(args.num_experts, matrices, args.experts.biases)
+
+
 class StackedExperts:
     """MLX's `switch_mlp.{gate,up,down}_proj`, each [E, rows, cols]; gpt-oss has them as `experts`. Beside Inkling's,
-    mlx-vlm has factors of products, which differ from 1 only where codes are nvfp4.
+    mlx-vlm has factors of products, which differ from 1 only where codes are nvfp4. Value experts are one stack, whose
+    name is `stem`.
 
     Raises ModelFileError: there are such factors of nvfp4.
     """
 
-    def __init__(self, args: ModelArgs, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat):
-        E = args.num_experts
+    def __init__(self, shapes: ExpertShapes, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat):
+        E = shapes.experts
         self.stacks = [
-            check_experts_type(find_matrix(tensors, f"{stem}.{projection}", (E, *shape), form))
-            for projection, shape in _shapes(args)
+            check_experts_type(find_matrix(tensors, stem + name, (E, *shape), form)) for name, shape in shapes.matrices
         ]
         self._beside = [_with_factors(tensors, stem, *one) for one in zip(self.stacks, FACTORS, strict=False)]
         self.stacked_biases = [
-            _find_bias(args, tensors, f"{stem}.{projection}.bias", (E, shape[0])) for projection, shape in _shapes(args)
+            _find_bias(shapes.has_biases, tensors, f"{stem}{name}.bias", (E, shape[0]))
+            for name, shape in shapes.matrices
         ]
 
     @property
@@ -192,35 +210,29 @@ def _with_factors(tensors: Mapping[str, Tensor], stem: str, stack: Matrix, name:
 
 
 class SingleExperts:
-    """`experts.E.{gate,up,down}_proj`, each [rows, cols]."""
+    """`experts.E.{gate,up,down}_proj`, each [rows, cols], or value experts, `stem.E`."""
 
-    def __init__(self, args: ModelArgs, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat):
-        self.args, self.tensors, self.stem, self.form = args, tensors, stem, form
+    def __init__(self, shapes: ExpertShapes, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat):
+        self.shapes, self.tensors, self.stem, self.form = shapes, tensors, stem, form
 
     def matrices(self) -> Sequence[list[Matrix]]:
-        experts = [[part.matrix for part in self.parts(expert)] for expert in range(self.args.num_experts)]
+        experts = [[part.matrix for part in self.parts(expert)] for expert in range(self.shapes.experts)]
         return [list(of_all) for of_all in zip(*experts, strict=True)]
 
     @property
     def biases(self) -> list[Tensor]:
-        parts = (part for expert in range(self.args.num_experts) for part in self.parts(expert))
+        parts = (part for expert in range(self.shapes.experts) for part in self.parts(expert))
         return [part.bias for part in parts if part.bias is not None]
 
     def parts(self, expert: int) -> list[ExpertPart]:
-        paths = ((f"{self.stem}experts.{expert}.{projection}", shape) for projection, shape in _shapes(self.args))
+        paths = ((f"{self.stem}.{expert}{name}", shape) for name, shape in self.shapes.matrices)
         return [
             _whole(
                 find_matrix(self.tensors, path, shape, self.form),
-                _find_bias(self.args, self.tensors, f"{path}.bias", shape[:1]),
+                _find_bias(self.shapes.has_biases, self.tensors, f"{path}.bias", shape[:1]),
             )
             for path, shape in paths
         ]
-
-
-def _shapes(args: ModelArgs) -> Iterator[tuple[str, tuple[int, int]]]:
-    H, I = args.expert_size, args.moe_intermediate_size
-    for name in projections_of(args.experts.matrices):
-        yield name, (H, I) if name == PROJECTIONS[-1] else (I, H)
 
 
 def _whole(matrix: Matrix, bias: Tensor | None) -> ExpertPart:
@@ -231,13 +243,13 @@ def _entry(stack: Tensor | None, index: int) -> Tensor | None:
     return None if stack is None else stack[index]
 
 
-def _find_bias(args: ModelArgs, tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor | None:
-    """The biases of products, if the model's experts have them.
+def _find_bias(is_there: bool, tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor | None:
+    """The biases of products, if the experts have them.
 
     Raises:
         ModelFileError: it is missing, or has another shape or dtype.
     """
-    if not args.experts.biases:
+    if not is_there:
         return None
     if name not in tensors:
         raise ModelFileError(f"tensor {name} is missing")
@@ -245,14 +257,18 @@ def _find_bias(args: ModelArgs, tensors: Mapping[str, Tensor], name: str, shape:
     return tensors[name]
 
 
-def find_experts(args: ModelArgs, tensors: Mapping[str, Tensor], layer: int, form: SourceFormat) -> CheckpointExperts:
-    """Finds the experts of `layer` in any of the three forms.
+def find_experts(args: ModelArgs, tensors: Mapping[str, Tensor], number: int, form: SourceFormat) -> CheckpointExperts:
+    """Finds the experts of a record set in any of the three forms.
 
     Raises:
         ModelFileError: a stacked tensor is missing or misshapen; for single ones `matrices` raises it. Or a stack is in
             mxfp4 blocks, and the family does not say in which order they have the rows of gate and up.
     """
-    stem = f"model.layers.{layer}.mlp."
+    given = ExpertShapes.of(args, number), tensors
+    if number >= args.num_hidden_layers:
+        stem = set_path(args, number, "").rstrip(".")
+        return (StackedExperts if f"{stem}.weight" in tensors else SingleExperts)(*given, stem, form)
+    stem = f"model.layers.{number}.mlp."
     if f"{stem}experts.gate_up_proj_blocks" in tensors and not FAMILIES[args.model_type].interleaved_experts:
         raise ModelFileError(
             f"tensor {stem}experts.gate_up_proj_blocks cannot be converted: in which order mxfp4 blocks have the rows "
@@ -264,5 +280,5 @@ def find_experts(args: ModelArgs, tensors: Mapping[str, Tensor], layer: int, for
         return FusedExperts(args, tensors, stem, form, of_mlx=True)
     for stack in ("switch_mlp", "experts"):
         if f"{stem}{stack}.{PROJECTIONS[-1]}.weight" in tensors:
-            return StackedExperts(args, tensors, f"{stem}{stack}", form)
-    return SingleExperts(args, tensors, stem, form)
+            return StackedExperts(*given, f"{stem}{stack}", form)
+    return SingleExperts(*given, f"{stem}experts", form)

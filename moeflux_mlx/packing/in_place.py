@@ -65,9 +65,9 @@ def open_in_place(located: Located, without_correction_bias: bool = False) -> In
 def _experts(checkpoint: Checkpoint, plan: ConversionPlan, is_gguf: bool) -> InPlaceExperts:
     files = [unit for unit in plan.units if isinstance(unit, LayerFile)]
     if is_gguf:
-        ranges = {file.layer: ranges_of(file, plan.layout.num_experts) for file in files}
+        ranges = {file.layer: ranges_of(file, plan.layout.count(file.layer)) for file in files}
         return GgufExperts(plan.layout, ranges, {path: path.stat().st_size for path in checkpoint.files})
-    fields = {file.layer: _spreads(file, plan.layout.num_experts) for file in files}
+    fields = {file.layer: _spreads(file, plan.layout.count(file.layer)) for file in files}
     used = {path for spreads in fields.values() for spread in spreads for path in spread.paths}
     sizes = {path: path.stat().st_size for path in checkpoint.files if path in used}
     return InPlaceExperts(replace(plan.layout, records=dict(map(_record, files))), fields, sizes)

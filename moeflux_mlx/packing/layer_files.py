@@ -94,7 +94,7 @@ def _common(dtypes: set[str]) -> str:
 
 
 class LayerFile:
-    """One layer of freshly made records, each padded with zeros to the stride. `rounding` makes codes of floats."""
+    """A record set of freshly made records, each padded with zeros to the stride. `rounding` makes codes of floats."""
 
     link: Path | None = None
 
@@ -105,7 +105,7 @@ class LayerFile:
         self.geometry = layout.records[layer]
 
     def chunks(self) -> Iterator[Bytes]:
-        return map(self.record, range(self.layout.num_experts))
+        return map(self.record, range(self.layout.count(self.layer)))
 
     def record(self, expert: int) -> bytearray:
         """One expert's, with what fills its stride."""
@@ -147,7 +147,7 @@ class PackedLayerFile:
         self.link = self.file if source.records[layer].stride == self.geometry.size == self.geometry.stride else None
 
     def chunks(self) -> Iterator[Bytes]:
-        return map(self.record, range(self.layout.num_experts))
+        return map(self.record, range(self.layout.count(self.layer)))
 
     def record(self, expert: int) -> bytearray:
         """One expert's, with what fills its stride."""
@@ -176,7 +176,7 @@ class HeldLayerFile:
         self._samples = offsets_of(self.size, EXPERT_SAMPLES)
 
     def chunks(self) -> Iterator[Bytes]:
-        for expert in range(self.whole.layout.num_experts):
+        for expert in range(self.whole.layout.count(self.whole.layer)):
             kept = self._kept(expert)
             if kept == [slice(0, self.stride)]:
                 yield self.whole.record(expert)
@@ -190,7 +190,7 @@ class HeldLayerFile:
     @property
     def left_out(self) -> int:
         """Bytes that take no room."""
-        return sum(self.stride for expert in range(self.whole.layout.num_experts) if not self._kept(expert))
+        return sum(self.stride for expert in range(self.whole.layout.count(self.whole.layer)) if not self._kept(expert))
 
     def _kept(self, expert: int) -> list[slice]:
         """The parts of its record that are written."""
@@ -211,7 +211,7 @@ class StripedLayerFile:
     link: Path | None = None
 
     def __init__(self, whole: LayerFile | PackedLayerFile, number: int, of: int, folder: Path | None):
-        self.whole, self._experts = whole, range(number, whole.layout.num_experts, of)
+        self.whole, self._experts = whole, range(number, whole.layout.count(whole.layer), of)
         self.name = whole.name if folder is None else str(folder / whole.layout.file_name(whole.layer))
         self.size = len(self._experts) * whole.geometry.stride
 

@@ -11,7 +11,7 @@ from ..families.registry import FAMILIES
 from ..files import JsonDict, JsonObject
 from ..formats.checkpoint import Checkpoint, Tensor
 from ..formats.owners import RankShare
-from ..formats.record import ExpertLayout, Record, expert_path
+from ..formats.record import ExpertLayout, Record, set_path
 from ..formats.tables import STEM
 from ..quant import Quant, of_packed, parse, unquantized
 from ..spec import ModelArgs
@@ -118,12 +118,11 @@ def make_plan(
         layout = ExpertLayout.from_args(args)
         layers += packed_layers(layout, checkpoint.packed, args)
     else:
-        experts_by_layer = {layer: find_experts(args, tensors, layer, form) for layer in args.moe_layers}
-        forms = {layer: wanted.recipe.of_experts(args, layer) for layer in args.moe_layers}
-        stored = {layer: plan_experts(experts, wanted, forms[layer]) for layer, experts in experts_by_layer.items()}
-        quants = {layer: one.quants for layer, one in stored.items()}
-        layout = ExpertLayout.from_args(args, quants, {layer: one.dtype for layer, one in stored.items()})
-        layers += [LayerFile(layout, layer, experts, wanted.rounding) for layer, experts in experts_by_layer.items()]
+        sets = {number: find_experts(args, tensors, number, form) for number in args.record_sets}
+        stored = {i: plan_experts(one, wanted, wanted.recipe.of_experts(args, i)) for i, one in sets.items()}
+        quants = {number: one.quants for number, one in stored.items()}
+        layout = ExpertLayout.from_args(args, quants, {number: one.dtype for number, one in stored.items()})
+        layers += [LayerFile(layout, number, experts, wanted.rounding) for number, experts in sets.items()]
         used = used.union(*(one.used for one in stored.values()))
         lossy += [name for one in stored.values() for name in one.lossy]
         made = any(one.is_made for one in stored.values())
@@ -158,7 +157,9 @@ def make_plan(
         *_experts_files(layers, share, also),
     )
     stored_rows = {STEM.format(table.layer): override(table.shards[0].form.quant) for table in tables}
-    quantization = _with_experts(resident.quantization() | stored_rows, layout, share is not None or bool(also))
+    quantization = resident.quantization() | stored_rows
+    if not layout.is_uniform or share is not None or also:  # layout.json of version 1 implies the form of experts
+        quantization |= _of_experts(args, quantization, layout)
     return ConversionPlan(layout, units, quantization, outcome, rounds, share, tuple(also), tuple(tables))
 
 
@@ -166,7 +167,7 @@ def _expert_fallbacks(args: ModelArgs, recipe: Recipe, layer: int, record: Recor
     forms = zip(recipe.named_of_experts(args, layer), recipe.of_experts(args, layer), strict=True)
     for one, (named, fitted) in zip(record.projections, forms, strict=True):
         if named != fitted == one.quant:
-            yield Fallback(expert_path(layer, one.name), one.columns, named, fitted)
+            yield Fallback(set_path(args, layer, one.name), one.columns, named, fitted)
 
 
 def _resident_fallbacks(args: ModelArgs, recipe: Recipe, source: Source) -> Iterator[Fallback]:
@@ -191,25 +192,22 @@ def _experts_files(
     layers: Sequence[LayerFile | PackedLayerFile], share: RankShare | None, also: Sequence[Path]
 ) -> Sequence[Unit]:
     if share is not None:
-        return [HeldLayerFile(layer, share) for layer in layers]
+        return [HeldLayerFile(one, share) if one.layer in one.layout.moe_layers else one for one in layers]
     if also:
         folders = (None, *also)
         return [StripedLayerFile(layer, i, len(folders), one) for layer in layers for i, one in enumerate(folders)]
     return layers
 
 
-def _with_experts(quantization: JsonDict, layout: ExpertLayout, is_varied: bool) -> JsonDict:
-    """The quantisation for config.json; it includes the experts unless layout.json has version 1, which implies their
-    form.
-    """
-    if layout.is_uniform and not is_varied:
-        return quantization
+def _of_experts(args: ModelArgs, quantization: JsonObject, layout: ExpertLayout) -> JsonDict:
+    """The entries of the experts' matrices in config.json beside `quantization`."""
     usual = parse("the model", quantization)
-    for layer, record in layout.records.items():
-        for projection in record.projections:
-            if projection.quant != usual:
-                quantization[expert_path(layer, projection.name)] = override(projection.quant)
-    return quantization
+    return {
+        set_path(args, number, projection.name): override(projection.quant)
+        for number, record in layout.records.items()
+        for projection in record.projections
+        if projection.quant != usual
+    }
 
 
 def _check_all_used(tensors: Mapping[str, Tensor], used: set[str]) -> None:

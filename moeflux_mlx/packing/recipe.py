@@ -27,7 +27,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..files import JsonDict, JsonObject, read_json, user_path
 from ..formats.checkpoint import RECIPE
-from ..formats.record import Quants
+from ..formats.record import VALUES, Quants, set_path
 from ..model.tensors import EMBEDDING, ROUTER, ROUTERS
 from ..quant import DEFAULT, MLX_MODES, MODES, Quant, parse
 from ..spec import ModelArgs
@@ -166,21 +166,29 @@ class Recipe:
         return self.form(part_of(args, path), layer, args.num_hidden_layers)
 
     def of_experts(self, args: ModelArgs, layer: int) -> Quants:
-        """The forms of the matrices of a layer's routed experts, fitted to their columns.
+        """The forms of the matrices of the experts of a record set, fitted to their columns.
 
         Raises:
             ConfigError: as `named_of_experts`.
         """
-        columns = (*[args.expert_size] * (args.experts.matrices - 1), args.moe_intermediate_size)
-        forms = self.named_of_experts(args, layer)
+        forms, columns = self.named_of_experts(args, layer), [args.hidden_size]
+        if layer < args.num_hidden_layers:
+            columns = [*[args.expert_size] * (args.experts.matrices - 1), args.moe_intermediate_size]
         return tuple(form.fitted(count) for form, count in zip(forms, columns, strict=True))
 
     def named_of_experts(self, args: ModelArgs, layer: int) -> Quants:
-        """The forms that the recipe names for the matrices of a layer's routed experts.
+        """The forms that the recipe names for the matrices of the experts of a record set; value experts have that of
+        their mixer.
 
         Raises:
             ConfigError: they would be floats.
         """
+        if layer >= args.num_hidden_layers:
+            path = set_path(args, layer, VALUES)
+            form = self.of_matrix(args, path)
+            if form is None:
+                raise ConfigError(f"recipe {self.name}: {path} cannot be {FLOAT}; give {part_of(args, path)} bits")
+            return (form,)
         gate_up, down = (self.form(part, layer, args.num_hidden_layers) for part in EXPERT_PARTS)
         if gate_up is None or down is None:
             raise ConfigError(f"recipe {self.name}: routed experts of layer {layer} cannot be {FLOAT}; give them bits")

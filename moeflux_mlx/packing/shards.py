@@ -64,7 +64,7 @@ def _layer_jobs(unit: LayerFile) -> Iterator[ShardJob]:
     """One for each stored matrix: a stack of all experts, or one of one expert."""
     places: dict[tuple[str, ...], list[tuple[int, int]]] = {}
     needs: dict[tuple[str, ...], frozenset[str]] = {}
-    for expert in range(unit.layout.num_experts):
+    for expert in range(unit.layout.count(unit.layer)):
         for index, part in enumerate(unit.experts.parts(expert)):
             key = tuple(tensor.name for tensor in part.tensors)
             places.setdefault(key, []).append((expert, index))

@@ -51,9 +51,8 @@ def _layout(args: ModelArgs, form: SourceFormat) -> ExpertLayout:
     """The layout of the packed model, if the form of its experts is known."""
     quants: dict[int, Quants] = {}
     if form.stated is not None:
-        for layer in args.moe_layers:
-            stated = stated_quants(form.stated, layer, args.experts.matrices)
-            quants[layer] = tuple(one or EXPERTS for one in stated)
+        for number in args.record_sets:
+            quants[number] = tuple(one or EXPERTS for one in stated_quants(args, form.stated, number))
     return ExpertLayout.from_args(args, quants or None)
 
 

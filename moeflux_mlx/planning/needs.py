@@ -17,6 +17,7 @@ from ..ops.causal_parts import SCORES
 from ..ops.expert_rows import form_refusal
 from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS
 from ..ops.tiles import LEASED_TOKENS
+from ..ops.value_experts import COPIED
 from ..spec import ModelArgs
 from .demand import Demand
 from .machine import Figures
@@ -33,8 +34,9 @@ ROUTING_BYTES = 40  # per row: its expert, weight, places, and temporaries of so
 
 
 def least_slots(args: ModelArgs) -> int:
-    """The most experts of one request: all that `LEASED_TOKENS` tokens can use."""
-    return min(args.num_experts, LEASED_TOKENS * args.num_experts_per_tok)
+    """The most experts of one request: all of a record set that `LEASED_TOKENS` tokens can use."""
+    routers = {args.router_of(number) for number in args.record_sets}
+    return max(min(router.experts, LEASED_TOKENS * router.top_k) for router in routers)
 
 
 def least_pool(args: ModelArgs, layout: ExpertLayout) -> int:
@@ -105,18 +107,31 @@ def _mixer_bytes(args: ModelArgs, tokens: int, demand: Demand, context: int) -> 
     """Bytes of the layer that needs most: its mixer or its dense MLP."""
 
     def values(mixer: Mixer) -> int:
+        of_values = value_temporaries(args.hidden_size, mixer, tokens, demand)
         scores = SCORES_COPIES * min(mixer.scores(tokens, context), SCORES)
         if demand.native:
             # They compute at once: what the block leaves behind, in all streams and for the experts, is not there yet.
             own = mixer.native_temporaries(tokens, context) + (0 if mixer.attends_natively else scores)
-            return own - (_streams(args) + 2) * tokens * args.hidden_size
-        return mixer.temporaries(tokens, context) + scores
+            return of_values + own - (_streams(args) + 2) * tokens * args.hidden_size
+        return of_values + mixer.temporaries(tokens, context) + scores
 
     mlp = 3 * tokens * max(layer.row_width for layer in args.layers)
     blocks = 1 if demand.native else 2  # a GPU gets the next block before this one is done
     return blocks * (
         demand.itemsize * max(mlp, *map(values, args.mixer_counts)) + FLOAT_BYTES * tokens * args.hidden_size
     )
+
+
+def value_temporaries(hidden_size: int, mixer: Mixer, tokens: int, demand: Demand) -> int:
+    """Values that a block's value experts take and make: their inputs, products, gates and activations, the sums of
+    these, and on a GPU copies of some matrices, dequantised too.
+    """
+    own = mixer.experts
+    if own is None:
+        return 0
+    pairs, copied = tokens * own.router.top_k, 2 * COPIED * own.rows * (2 if demand.dense else 1)
+    taken = min(pairs, NATIVE_ROWS) if demand.native else pairs + copied
+    return taken * hidden_size + (3 * pairs + 2 * tokens) * own.rows
 
 
 def mixing_bytes(args: ModelArgs, block: int, span: int, demand: Demand) -> int:

@@ -62,12 +62,13 @@ class ExpertMap:
         return self._by_place(self._askers.items())
 
     def _by_place(self, values: Iterable[tuple[Key, int]]) -> np.ndarray:
-        """uint8 [layers that have experts, experts] with these values, and 0 elsewhere."""
+        """uint8 [layers with routed experts, experts] with these values, and 0 elsewhere, without value experts."""
         layout = self._experts.layout
         rows = {layer: row for row, layer in enumerate(layout.moe_layers)}
         filled = np.zeros((len(rows), layout.num_experts), np.uint8)
         for (layer, expert), value in values:
-            filled[rows[layer], expert] = value
+            if layer in rows:
+                filled[rows[layer], expert] = value
         return filled
 
 

@@ -142,13 +142,13 @@ class Ranks:
             self.say(agreed.note)
         demand = replace(planner.demand, context=planned.context, span=agreed.span, prefill_step_size=agreed.block)
         planned = replace(planner, layout=own, demand=demand).plan()
-        slow = max(map(layout.layer_bytes, layout.moe_layers)) / SLOW_DISK + agreed.span / SLOW_TOKENS
+        slow = layout.largest_layer / SLOW_DISK + agreed.span / SLOW_TOKENS
         allow(exchange.group, LEAST_SECONDS + slow if self.seconds is None else self.seconds)
         return Party(exchange, planned, owners, agreed.shares_routing, agreed.slots)
 
 
 def _slots_to_deal(plan: MemoryPlan, own: ExpertLayout) -> int:
     """Slots of a pool that takes any expert; 0 if the pool has room for all experts of this rank, which then stay in
-    it.
+    it, or if value experts, which every rank reads for itself, are in it too.
     """
-    return 0 if plan.slots >= own.num_experts * len(own.moe_layers) else plan.slots
+    return 0 if own.num_values or plan.slots >= own.total_experts else plan.slots

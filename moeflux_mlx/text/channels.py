@@ -19,6 +19,7 @@ class Channels:
         gap: what stands between reasoning and an answer.
         tail: what ends an answer, before the token that does.
         ends_none: a model that does not reason writes `end` before its answer.
+        others: further pairs of tags, of other efforts. A model may end reasoning with the tag of any effort.
     """
 
     start: str = "<think>"
@@ -31,11 +32,22 @@ class Channels:
     gap: str = "\n\n"
     tail: str = ""
     ends_none: bool = False
+    others: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The tags that begin reasoning."""
+        return self.start, *(start for start, _ in self.others)
+
+    @property
+    def closers(self) -> tuple[str, ...]:
+        """The tags that end reasoning."""
+        return self.end, *(end for _, end in self.others)
 
     @property
     def tags(self) -> frozenset[str]:
         """The tags of reasoning, which only the model may write."""
-        return self.markers or frozenset({self.start, self.end})
+        return self.markers or frozenset({*self.starts, *self.closers})
 
     @property
     def opening(self) -> str:
@@ -53,21 +65,29 @@ class Channels:
 
     def switches(self, inside: bool) -> dict[str, bool]:
         """The tags that mean something inside or outside reasoning -> whether reasoning follows."""
-        return ({self.end: False} if inside or self.ends_none else {}) | ({} if inside else {self.start: True})
+        ending = dict.fromkeys(self.closers, False) if inside or self.ends_none else {}
+        return ending | ({} if inside else dict.fromkeys(self.starts, True))
 
     def opens(self, prompt: str) -> bool:
         """Whether a rendered prompt ends inside reasoning, so that the model goes on with it."""
-        return prompt.rstrip().endswith(self.start)
+        return prompt.rstrip().endswith(self.starts)
 
     def opened_by(self, prompt: str) -> str:
         """The tags of reasoning at the end of a prompt, with the spaces round them."""
-        tags = re.search(rf"\s*(?:{re.escape(self.start)}\s*)?(?:{re.escape(self.end)}\s*)?\Z", prompt)
+        start, end = ("|".join(map(re.escape, tags)) for tags in (self.starts, self.closers))
+        tags = re.search(rf"\s*(?:(?:{start})\s*)?(?:(?:{end})\s*)?\Z", prompt)
         return tags.group() if tags else ""
 
     def begin_of(self, prompt: str, at: int) -> int:
         """Where in a prompt the reasoning whose text is at `at` begins, its tag and the spaces before included."""
         before = prompt[:at].rstrip()
-        return len(before.removesuffix(self.start).rstrip()) if before.endswith(self.start) else at
+        start = next(filter(before.endswith, self.starts), None)
+        return at if start is None else len(before.removesuffix(start).rstrip())
+
+    def past(self, data: bytes) -> bytes | None:
+        """What follows the end of reasoning in `data`; None: reasoning goes on."""
+        found = re.search(b"|".join(re.escape(end.encode()) for end in self.closers), data)
+        return data[found.end() :] if found else None
 
     def visible(self, opened: str, raw: str) -> str | None:
         """The text that a model wrote after its reasoning; None if the reasoning never ended.
@@ -76,10 +96,10 @@ class Channels:
             opened: what the prompt ended with, as `opened_by` says.
             raw: all that the model wrote.
         """
-        if not opened.rstrip().endswith(self.start) and not raw.lstrip().startswith(self.start):
+        if not opened.rstrip().endswith(self.starts) and not raw.lstrip().startswith(self.starts):
             return raw
-        _, ended, rest = raw.partition(self.end)
-        return rest.lstrip("\n") if ended else None
+        _, *rest = re.split("|".join(map(re.escape, self.closers)), raw, maxsplit=1)
+        return rest[0].lstrip("\n") if rest else None
 
 
 @dataclass(frozen=True)
@@ -241,6 +261,8 @@ PYTHON = ("<|python_start|>", "<|python_end|>")
 # <|python_start|>TEXT<|python_end|>CALLS: the chat template of Llama 4.
 LLAMA4 = Enclosed(ends=frozenset({"<|eot|>", "<|eom|>"}), markers=frozenset(PYTHON), around=PYTHON)
 THINK = Channels()
+# <ifm|think_fast>, of less effort: vLLM's `k2_horizon_reasoning_parser.py`.
+EFFORTS = ("_fast", "_faster")
 
 
 def channels_of(markers: Set[str]) -> Channels:
@@ -254,7 +276,15 @@ def channels_of(markers: Set[str]) -> Channels:
     tags = sorted(
         filter(re.compile(r"<(longcat_|ifm\|)?think(:[\w-]+)?>|\[THINK\]").fullmatch, markers), key=THINK.start.__ne__
     )
-    return Channels(tags[-1], f"{tags[-1][0]}/{tags[-1][1:]}") if tags else THINK
+    if not tags:
+        return THINK
+    efforts = (f"{tags[-1][:-1]}{effort}{tags[-1][-1]}" for effort in EFFORTS)
+    return Channels(*_pair(tags[-1]), others=tuple(_pair(tag) for tag in efforts if tag in markers))
+
+
+def _pair(start: str) -> tuple[str, str]:
+    """A tag that begins reasoning, and the one that ends it."""
+    return start, f"{start[0]}/{start[1:]}"
 
 
 def closes_messages(tokens: Set[str]) -> frozenset[str]:

@@ -21,6 +21,8 @@ from .tokenizer import TokenizerWrapper
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+LONGEST_TAG = 64  # bytes, more than any tag of reasoning has
+
 
 class Constrainer:
     """Makes masks for one tokenizer. Constructing it takes about as long as loading the tokenizer.
@@ -169,21 +171,20 @@ class Mask:
         """How many of these tokens are allowed in a row: up to the end of reasoning, or as the grammar says."""
         if not self._inside:
             return self._matcher.validate_tokens(list(tokens)) if self._begun else 0
-        end, data, forbidden = self._tokenizer.channels.end.encode(), self._tail, self._forbidden_ends
+        data, forbidden = self._tail, self._forbidden_ends
         for count, token in enumerate(tokens):
             data += self._tokenizer.token_bytes(token)
-            if token in forbidden or end in data:
+            if token in forbidden or self._tokenizer.channels.past(data) is not None:
                 return count
         return len(tokens)
 
     def _reason(self, data: bytes) -> None:
-        end = self._tokenizer.channels.end.encode()
         self._tail += data
-        if end not in self._tail:
-            self._tail = self._tail[-len(end) :]
+        rest = self._tokenizer.channels.past(self._tail)
+        if rest is None:
+            self._tail = self._tail[-LONGEST_TAG:]
             return
         self._inside = False
-        rest = self._tail.split(end, 1)[1]
         if rest.strip():  # one token can hold the end of the tag and the beginning of the answer
             self._take(self._tokens.tokenize_bytes(rest))
 

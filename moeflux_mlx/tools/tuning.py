@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..experts.routing import Pieces, Routing
+from ..experts.source import ExpertLoader
 from ..formats.record import Record
 from ..kinds import streams_before
 from ..layers import Linear
@@ -23,6 +24,7 @@ from ..mixers.registry import USUAL, make_caches
 from ..model.layer import DecoderLayer
 from ..model.tokens import Tokens
 from ..opening.random_weights import Shapes, fill_randomly, random_records, randomise
+from ..opening.some_experts import values_of_zeros
 from ..ops import backend
 from ..ops.backend import AnyArray
 from ..ops.expert_rows import refusal
@@ -84,11 +86,11 @@ def prompt_work(shapes: Shapes) -> Work:
 
 class TrialExperts:
     """Routed experts with random weights for one layer, as many as a token uses, so that every token uses all of
-    them.
+    them. `source`: of its value experts.
     """
 
-    def __init__(self, record: Record, count: int):
-        self.count = count
+    def __init__(self, record: Record, count: int, source: ExpertLoader | None):
+        self.count, self.source = count, source
         self.records = random_records(record, count)
 
     def in_pieces(self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray) -> Pieces[AnyArray]:
@@ -123,7 +125,8 @@ def kinds_of(shapes: Shapes) -> list[int]:
 def layer(shapes: Shapes, i: int) -> Part:
     """Layer `i` of a model with random weights: x [1, L, H] -> the first stream of its output [1, L, H]."""
     args, record = shapes.args, shapes.layout.records.get(i)
-    experts: Any = None if record is None else TrialExperts(record, args.num_experts_per_tok)
+    own = values_of_zeros(shapes.layout, args.matrix_set(i)).source if i in args.matrix_layers else None
+    experts: Any = None if record is None else TrialExperts(record, args.num_experts_per_tok, own)
     decoder: Any = DecoderLayer(args, i, experts, USUAL)
     randomise(decoder, f"model.layers.{i}.", shapes)
     streams = streams_before(args.connections, i)

@@ -69,8 +69,8 @@ class RandomExperts(MappedExperts):
 
     def __init__(self, layout: ExpertLayout):
         super().__init__(PackedExperts(layout, {}))
-        for layer in layout.moe_layers:
-            blob = random_records(layout.records[layer], layout.num_experts).blob
+        for layer, record in layout.records.items():
+            blob = random_records(record, layout.count(layer)).blob
             mx.eval(blob)
             self.add(layer, blob if backend.has_kernels() else np.array(blob))
 

@@ -457,7 +457,7 @@ def bench_load(options: argparse.Namespace) -> dict:
     first loading does not count, so that a virtual machine already has its memory.
     """
     files = open_weights(Located(options.model)).experts
-    wanted = sum(record.size for record in files.layout.records.values()) * files.layout.num_experts
+    wanted = sum(one.size * files.layout.count(layer) for layer, one in files.layout.records.items())
     check = getattr(files, "check_scales", None)
     bare: dict[str, dict[int, list]] = {kind: {count: [] for count in THREADS} for kind in ("reused", "fresh")}
     loaded = []

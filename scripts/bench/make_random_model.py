@@ -40,7 +40,7 @@ from moeflux_mlx.files import directory, existing_parent, read_json
 from moeflux_mlx.formats.checkpoint import ITEM_BYTES, Tensor, read_bytes, read_header
 from moeflux_mlx.formats.layout_file import to_json
 from moeflux_mlx.formats.packed import FOLDER, PackedExperts
-from moeflux_mlx.formats.record import BIAS, ExpertLayout, Field, Record
+from moeflux_mlx.formats.record import BIAS, VALUES, ExpertLayout, Field, Record, set_path
 from moeflux_mlx.formats.tables import NAME, NARROW, STEM, TOKEN_MAP, RowForm
 from moeflux_mlx.formats.tables import PATTERN as TABLES
 from moeflux_mlx.kinds import NGrams, Router
@@ -304,11 +304,12 @@ def raw(value: mx.array) -> np.ndarray:
 
 
 def write_experts(layout: ExpertLayout, folder: Path, rng: np.random.Generator) -> None:
-    blocks = [block(layout.record, rng) for _ in range(DISTINCT_BLOCKS)]
-    for layer in tqdm(layout.moe_layers, unit="layer"):
+    records = set(layout.records.values())
+    blocks = {record: [block(record, rng) for _ in range(DISTINCT_BLOCKS)] for record in records}
+    for layer, record in tqdm(layout.records.items(), unit="layer"):
         with open(folder / layout.file_name(layer), "wb") as file:
-            for choice in rng.integers(0, DISTINCT_BLOCKS, layout.num_experts):
-                file.write(blocks[choice])
+            for choice in rng.integers(0, DISTINCT_BLOCKS, layout.count(layer)):
+                file.write(blocks[record][choice])
     (folder / "layout.json").write_text(json.dumps(to_json(layout), indent=1))
 
 
@@ -356,8 +357,9 @@ def checkpoint_tensors(packed: Path, args: ModelArgs) -> Iterator[tuple[str, Sha
     opened = PackedExperts.open(packed, args)
     for layer, record in opened.layout.records.items():
         for field in record.fields:
-            shape = field.dtype, (opened.layout.num_experts, *field.shape)
-            yield f"model.layers.{layer}.mlp.switch_mlp.{field.name}", shape, partial(stack, opened, layer, field)
+            shape = field.dtype, (opened.layout.count(layer), *field.shape)
+            path = set_path(args, layer, field.name).replace(f".{VALUES}.", ".")
+            yield path, shape, partial(stack, opened, layer, field)
     for file in packed.glob(TABLES):
         for tensor in read_header(file).values():
             yield from table_tensors(tensor, args)
@@ -392,7 +394,7 @@ def stored(tensor: Tensor) -> bytes:
 
 def stack(opened: PackedExperts, layer: int, field: Field) -> bytes:
     """Returns one field of all experts, one after the other."""
-    records = np.memmap(opened.paths[layer], np.uint8, "r").reshape(opened.layout.num_experts, -1)
+    records = np.memmap(opened.paths[layer], np.uint8, "r").reshape(opened.layout.count(layer), -1)
     return records[:, field.offset : field.end].tobytes()
 
 

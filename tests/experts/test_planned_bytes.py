@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from moeflux_mlx.cli.planning import routed_bytes
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.routing import Routing
 from moeflux_mlx.experts.streamed import StreamedExperts
@@ -43,7 +42,7 @@ def test_a_step_reads_what_is_planned(tmp_path, name):
     args = few_layers(name)
     layout = ExpertLayout.from_args(args, dict.fromkeys(args.moe_layers, MXFP4) if "gpt" in name else None)
     top_k, each = args.num_experts_per_tok, next(iter(layout.records.values())).held_bytes
-    assert (top_k, each) == SIZES[name] and routed_bytes(args, layout) == LAYERS * top_k * each
+    assert (top_k, each) == SIZES[name] and layout.token_bytes(args) == LAYERS * top_k * each
     paths = {layer: tmp_path / layout.file_name(layer) for layer in layout.moe_layers}
     for layer, path in paths.items():
         with path.open("wb") as file:
@@ -68,7 +67,7 @@ def test_a_step_reads_what_is_planned(tmp_path, name):
             return source.stats.bytes_read - before
 
         half, some, others = top_k // 2, range(top_k), range(top_k, 2 * top_k)
-        assert step(some) == routed_bytes(args, layout)
+        assert step(some) == layout.token_bytes(args)
         assert step(some) == 0  # all of them are in the pool
-        assert step(others) == routed_bytes(args, layout)
-        assert step([*others[:half], *range(2 * top_k, 2 * top_k + half)]) == routed_bytes(args, layout) // 2
+        assert step(others) == layout.token_bytes(args)
+        assert step([*others[:half], *range(2 * top_k, 2 * top_k + half)]) == layout.token_bytes(args) // 2

@@ -122,6 +122,16 @@ def projected(layer, x):
     return x @ wide(layer.weight).T + (wide(layer.bias) if "bias" in layer else 0)
 
 
+VALUES = np.random.default_rng(5).normal(size=(5, 64, HIDDEN)) * 0.3  # matrices of value experts
+
+
+def values(x, ids, weights):
+    """Makes the values of rows by the matrices that they chose."""
+    made = np.einsum("td,tkrd->tkr", wide(x), VALUES[np.array(ids)])
+    made = (made / (1 + np.exp(-made)) * wide(weights)[..., None]).sum(1)
+    return type(x)(made.astype(np.float32)) if isinstance(x, mx.array) else made.astype(np.float32)
+
+
 def mixed(layer, h):
     """The weighed sum of silu(W h) over the value experts that each row chooses (IFM's K2 Horizon)."""
     own, rule = layer.value_experts, layer.value_experts.rule
@@ -130,7 +140,7 @@ def mixed(layer, h):
     weights = np.zeros_like(scores)
     np.put_along_axis(weights, chosen, np.take_along_axis(scores, chosen, -1), -1)
     weights *= rule.scale / weights.sum(-1, keepdims=True)
-    made = np.stack([projected(matrix, h) for matrix in own.matrices], axis=1)
+    made = np.einsum("td,erd->ter", h, VALUES)
     return (made / (1 + np.exp(-made)) * weights[..., None]).sum(1)
 
 
@@ -221,6 +231,8 @@ def test_attention_with_each_switch(case, array):
 
 def check_attention(part, array):
     layer, norm, caches = filled(Attention(part, HIDDEN, EPS)), RMSNorm(HIDDEN, EPS), make_caches(part)
+    if part.value_experts:
+        layer.set_experts(values)
     x = np.random.default_rng(1).normal(size=(1, CUTS[-1], HIDDEN)).astype(np.float32)
     parts = [layer(array(x[:, start:end]), norm, caches) for start, end in pairwise(CUTS)]
     got, want = np.concatenate([wide(one) for one in parts], axis=1)[0], wanted(layer, part, norm, wide(x[0]))

@@ -19,7 +19,9 @@ from moeflux_mlx.several.experts import Owners, RankedExperts
 from moeflux_mlx.several.group import FAILED, Exchange
 
 pytestmark = pytest.mark.skipif(backend.has_kernels(), reason="threads of one process share its GPU")
-FAMILIES = (*goldens.families(), "gpt_oss", "muse_spark")  # with windows, experts that add biases, and norms of experts
+# Families with windows, with experts that add biases, with norms of experts, and with value experts, which every rank
+# reads for itself.
+FAMILIES = (*goldens.families(), "gpt_oss", "muse_spark", "k2_horizon")
 
 
 class Meeting:

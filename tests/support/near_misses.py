@@ -140,6 +140,11 @@ EMPTY = {
         '{"name":"NAME", "parameters": null}',
         '{"name": "NAME", "arguments": {}}<|python_end|>',
     ],
+    "hunyuan_a13b": [
+        '<tool_calls>[\n{"name": "NAME", "arguments": {}}\n]</tool_calls>',
+        '<tool_calls>\n[{"name": "NAME", "arguments": null}]',
+        '<tool_calls>{"name": "NAME"}</tool_calls>',
+    ],
     "cohere": [
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "NAME", "parameters": {}}\n]<|END_ACTION|>',
         '<|START_ACTION|>[{"tool_name": "NAME", "parameters": null}]',

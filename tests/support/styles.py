@@ -11,6 +11,7 @@ from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
 from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
 from moeflux_mlx.text.calls.hunyuan import HUNYUAN, K2_HORIZON
+from moeflux_mlx.text.calls.hunyuan_a13b import HUNYUAN_A13B
 from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
 from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
@@ -48,6 +49,7 @@ STYLES = {
         [{"reasoning_effort": "high"}, {}],
         Channels("<think:opensource>", "</think:opensource>"),
     ),
+    "hunyuan_a13b_style": (HUNYUAN_A13B, [{}], THINK),
     "k2_horizon_style": (K2_HORIZON, [{}], Channels("<ifm|think>", "</ifm|think>")),
     "mistral_style": (MISTRAL, [{}], Channels("[THINK]", "[/THINK]")),
     "harmony_style": (GPT_OSS, [{}], HARMONY),

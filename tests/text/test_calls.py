@@ -13,6 +13,7 @@ from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
 from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
 from moeflux_mlx.text.calls.hunyuan import hunyuan
+from moeflux_mlx.text.calls.hunyuan_a13b import HUNYUAN_A13B
 from moeflux_mlx.text.calls.invoke import MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
 from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
@@ -431,6 +432,18 @@ def test_names_of_kimi_k3_are_escaped():
         assert calls_of(read(text, KIMI_K3, tools=tools)) == [("R&D", {'a"&': "x&amp;", "b&quot;": '"y&'})]
 
 
+def test_calls_in_a_list():
+    """As vLLM's parser of Hunyuan-A13B takes them; a list may have any spaces, and its end may be missing."""
+    one, other = '{"name": "get_weather", "arguments": {"city": "Oslo"}}', '{"name": "get_time", "arguments": {}}'
+    wanted = [("get_weather", {"city": "Oslo"}), ("get_time", {})]
+    for before, between, after in (("[", ", ", "]"), ("\n[\n", ",\n", "\n]\n"), (" [ ", " , ", "")):
+        text = f"Let me see.<tool_calls>{before}{one}{between}{other}{after}</tool_calls>"
+        for cuts in ((), range(len(text))):
+            events = read(text, HUNYUAN_A13B, cuts)
+            assert text_of(events).strip() == "Let me see." and calls_of(events) == wanted
+    assert calls_of(read(f"<tool_calls>[{one}", HUNYUAN_A13B)) == wanted[:1]
+
+
 def test_several_calls_in_one_section():
     one = '<invoke name="get_weather">\n<parameter name="city">A</parameter>\n</invoke>\n'
     events = read(f"Look:\n<minimax:tool_call>\n{one}{one}</minimax:tool_call>", MINIMAX)
@@ -484,6 +497,29 @@ def test_values_that_are_too_deep_or_not_closed_make_no_call(text):
     assert not calls_of(events) and text_of(events) == text
 
 
+# Tags of each effort: vLLM's `k2_horizon_reasoning_parser.py`.
+EFFORTS = Channels(
+    "<ifm|think>",
+    "</ifm|think>",
+    others=(("<ifm|think_fast>", "</ifm|think_fast>"), ("<ifm|think_faster>", "</ifm|think_faster>")),
+)
+
+
+@pytest.mark.parametrize("effort", ["", "_fast", "_faster"])
+@pytest.mark.parametrize("ending", ["", "_fast", "_faster"])
+def test_reasoning_of_any_effort_ends_with_the_tag_of_any(effort, ending):
+    """K2 Horizon's prompts begin it; after a result of a tool the model may end it with the tag of another effort."""
+    begun, said = f"<ifm|think{effort}>\n", f"why\n</ifm|think{ending}>\nA"
+    assert EFFORTS.opens(f"<user>{begun}") and not EFFORTS.opens(f"<user>{begun}</ifm|think{ending}>")
+    for text, inside in ((begun + said, False), (said, True)):
+        for cuts in ((), range(len(text))):
+            assert read(text, None, cuts, channels=EFFORTS, inside_reasoning=inside) == [Reasoning("why"), Text("A")]
+    assert EFFORTS.opened_by(f"<user>{begun}") == begun and EFFORTS.visible(begun, said) == "A"
+    assert EFFORTS.visible(begun, "why") is None
+    assert EFFORTS.begin_of(f"<user>\n{begun}why", len(f"<user>\n{begun}")) == len("<user>")
+    assert EFFORTS.past(said.encode()) == b"\nA" and EFFORTS.past(b"why</ifm|think_f") is None
+
+
 def test_reasoning_has_the_tags_of_the_vocabulary():
     assert channels_of(frozenset({"<think>", "</think>"})) == channels_of(frozenset()) == THINK
     suffixed = channels_of(frozenset({"<think:opensource>", "</think:opensource>"}))
@@ -492,6 +528,7 @@ def test_reasoning_has_the_tags_of_the_vocabulary():
     assert channels_of(frozenset({"<think>", "[THINK]"})) == Channels("[THINK]", "[/THINK]")
     for channels in (HARMONY, SOLAR, GEMMAS, MINIMAXES, COHERE):
         assert channels_of(channels.tags) is channels
+    assert channels_of(EFFORTS.tags) == EFFORTS
     thought = "<|channel>thought\nwhy\n<channel|>A"
     assert read(thought, None, channels=GEMMAS) == [Reasoning("why"), Text("A")]
     assert read("<|channel>thought\n<channel|>A", None, channels=GEMMAS) == [Text("A")]

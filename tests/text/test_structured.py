@@ -358,6 +358,20 @@ def test_an_answer_may_begin_with_an_empty_reasoning(tmp_path):
     assert not follows(constrainer, grammar, f"</mm:think></mm:think>{good}")
 
 
+@pytest.mark.parametrize("is_token", [True, False])
+def test_reasoning_of_less_effort_ends_too(tmp_path, is_token):
+    """K2 Horizon's tags (vLLM: `k2_horizon_reasoning_parser.py`), which a model may also spell."""
+    write_json(tmp_path / "tokenizer_config.json", {"eos_token": "<|im_end|>"})
+    efforts, tokenizer = [f"ifm|think{effort}>" for effort in ("", "_fast", "_faster")], train_bpe()
+    tags = [f"<{slash}{effort}" for effort in efforts for slash in ("", "/")]
+    tokenizer.add_tokens([AddedToken(tag) for tag in tags if is_token or tag[1] != "/"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    constrainer = Constrainer(load_tokenizer(tmp_path))
+    grammar, thought = constrainer.grammar(SCHEMA), "why?</ifm|think_fast>\n"
+    assert follows(constrainer, grammar, thought + '{"city": "A"}', inside_reasoning=True)
+    assert not follows(constrainer, grammar, thought + '{"town": "A"}', inside_reasoning=True)
+
+
 def test_a_forbidden_token_is_an_error(constrainer):
     mask = constrainer.mask(constrainer.grammar(SCHEMA))
     token = constrainer.tokenizer.encode_after("Sure")[0]

@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from ...caches.traced import PLAIN, OnKernels
 from ...kinds import HeadBlocks, KeyBlocks, Rotation, Router
-from ...layers import Caches, Convolution, Linear, MixerModule, RMSNorm, Stack, normed_with_weights, packed
+from ...layers import Caches, Convolution, Linear, MixerModule, OwnExperts, RMSNorm, Stack, normed_with_weights, packed
 from ...ops.backend import AnyArray, Array, kernels_take, library_of
 from ...ops.convolution import convolved
 from ...ops.elementwise import GATES, gated, split
@@ -26,7 +26,6 @@ from .blocks_op import attend_blocks, block_keys
 from .op import attend
 from .spec import GroupedQuery
 from .terms import Terms
-from .values_op import mix_values
 
 # The ends of names of parameters that stay float32, and names of tensors that tell another stored form.
 KEPT_FLOAT32: tuple[str, ...] = ()
@@ -85,27 +84,24 @@ class HeadIndexer(nn.Module):
 
 
 class ValueExperts(nn.Module):
-    """Makes a token's values by the matrices that its router chooses."""
+    """Makes a token's values by the matrices that its router chooses, which `set_experts` brings."""
 
-    def __init__(self, rule: Router, hidden_size: int, width: int):
+    def __init__(self, rule: Router, hidden_size: int):
         super().__init__()
         self.rule = rule
         self.gate = Linear(hidden_size, rule.experts)
         self.e_score_correction_bias = mx.zeros((rule.experts,))
-        self.matrices = [Linear(hidden_size, width) for _ in range(rule.experts)]
-        self.arrange()
-
-    def arrange(self) -> None:
-        """Joins the matrices, if they are stored alike; called again once they have their tensors."""
-        self._stack = Stack(*self.matrices)
 
     def __call__(self, x: Array, norm: Norm | None = None) -> AnyArray:
         """[B, L, width] for norm(x) [B, L, hidden_size]."""
         normed, logits = normed_with_weights(x, norm, self.gate)
         rows = normed.reshape(-1, x.shape[-1])
         ids, weights = route(logits.reshape(len(rows), -1), self.rule, self.e_score_correction_bias)
-        made = mix_values(rows, ids, weights, self.matrices, self._stack.stacked)
-        return made.reshape(*x.shape[:-1], -1)
+        return self._compute(rows, ids, weights).reshape(*x.shape[:-1], -1)
+
+    def set_experts(self, compute: OwnExperts) -> None:
+        """As `MixerModule.set_experts`."""
+        self._compute = compute
 
 
 class Attention(MixerModule):
@@ -118,7 +114,7 @@ class Attention(MixerModule):
         self.q_proj = Linear(hidden_size, queries * (2 if mixer.gate == "joined" else 1), mixer.bias)
         self.k_proj = Linear(hidden_size, keys, mixer.bias)
         if mixer.value_experts is not None:
-            self.value_experts = ValueExperts(mixer.value_experts, hidden_size, mixer.kv_heads * mixer.value_width)
+            self.value_experts = ValueExperts(mixer.value_experts, hidden_size)
         elif not mixer.value_is_key:
             self.v_proj = Linear(hidden_size, mixer.kv_heads * mixer.value_width, mixer.bias)
         self.o_proj = Linear(mixer.heads * mixer.value_width, hidden_size, mixer.output_bias)
@@ -178,6 +174,9 @@ class Attention(MixerModule):
         if self.mixer.norm == "unit":
             return self._unit, self._unit
         return (self.q_norm, self.k_norm) if self.mixer.norm == "head" else (None, None)
+
+    def set_experts(self, compute: OwnExperts) -> None:
+        self.value_experts.set_experts(compute)
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         outputs: list[Array] = self._inputs.outputs(x, norm)

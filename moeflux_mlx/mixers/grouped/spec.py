@@ -1,17 +1,18 @@
 """Attention with grouped heads, as plain data."""
 
-import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...errors import ConfigError
 from ...kinds.convolution import ShortConvolution
-from ...kinds.feed_forward import Router
+from ...kinds.feed_forward import MatrixExperts, Router
 from ...kinds.index import HeadBlocks, KeyBlocks
 from ...kinds.limits import WIDEST_HEAD, WIDEST_WINDOW, check_head, check_width, check_window, not_multiple
 from ...kinds.mixer import Attending, Mixer
 from ...kinds.query_scale import QueryFactor
 from ...kinds.rotation import Rotation
+
+VALUE_ROWS = 64  # the CPU's kernels multiply so many rows of a value expert at a time
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,9 @@ class GroupedQuery(Mixer):
         check_width("num_attention_heads * v_head_dim", self.heads * self.value_width)
         if self.window is not None:
             check_window(self.window)
-        if self.value_experts is not None and self.value_experts.top_k > self.value_experts.experts:
-            chosen = f"mova_num_experts_per_tok is {self.value_experts.top_k}"
-            raise ConfigError(f"{chosen}, more than mova_num_experts {self.value_experts.experts}")
         assert not (self.output_norm and self.gate == "joined"), "no family norms results behind a joined gate"
+        if self.experts is not None:
+            self._check_experts(self.experts)
         if self.rotates_first:
             turns_whole = self.rotation is None or self.rotation.dims == self.head_dim
             assert self.norm == "head" and self.blocks is None and turns_whole, "no such norms behind a rotation"
@@ -127,6 +127,13 @@ class GroupedQuery(Mixer):
             check_width("the convolution of keys and values", self.convolution.channels * self.convolution.taps)
         if self.blocks is not None:
             self._check_blocks(self.blocks)
+
+    def _check_experts(self, own: MatrixExperts) -> None:
+        if own.router.top_k > own.router.experts:
+            chosen = f"mova_num_experts_per_tok is {own.router.top_k}"
+            raise ConfigError(f"{chosen}, more than mova_num_experts {own.router.experts}")
+        if own.rows % VALUE_ROWS:
+            raise ConfigError(f"num_key_value_heads * head_dim {own.rows} is not a multiple of {VALUE_ROWS}")
 
     def _check_blocks(self, blocks: KeyBlocks | HeadBlocks) -> None:
         if isinstance(blocks, HeadBlocks) and blocks.indexer.heads != self.kv_heads:
@@ -171,11 +178,10 @@ class GroupedQuery(Mixer):
         seen = self.kv_heads * (self.head_dim + self.value_width) * (tokens + self.window) if self.window else 0
         chooses = self.seeing_all(0, positions) < positions
         chosen = self.blocks.temporaries(tokens, positions) if self.blocks and chooses else 0
-        products = tokens * (self.value_products - 1) * self.kv_heads * self.value_width
         convolutions = sum(one.temporaries(tokens) for one in (self.convolution, self.branches) if one is not None)
         of_distances = self.heads * self.relative.extent * tokens if self.relative else 0
         queries = 4 * self.heads * max(self.head_dim, self.value_width) * tokens
-        return queries + seen + chosen + products + convolutions + of_distances
+        return queries + seen + chosen + convolutions + of_distances
 
     def scores(self, tokens: int, positions: int) -> int:
         """Scores of all heads, with what is added to them."""
@@ -191,24 +197,17 @@ class GroupedQuery(Mixer):
     def attends_natively(self) -> bool:
         return self.relative is None
 
-    def is_read(self, name: str) -> bool:
-        number = re.match(r"value_experts\.matrices\.(\d+)\.", name)
-        return number is None or int(number[1]) < self.value_products
-
     @property
-    def value_products(self) -> int:
-        """How many matrices make a token's values."""
-        return self.value_experts.top_k if self.value_experts else 1
+    def experts(self) -> MatrixExperts | None:
+        return MatrixExperts(self.value_experts, self.kv_heads * self.value_width) if self.value_experts else None
 
     @property
     def columns(self) -> int:
         """Columns of the projections from the hidden state and back to it, without an indexer's."""
         queries = self.head_dim * (1 + (self.gate == "joined")) + self.value_width
-        return (
-            self.heads * (queries + (self.relative.width if self.relative else 0))
-            + self.gates
-            + self.kv_heads * (self.head_dim + self.value_products * self.value_width)
-        )
+        values = self.value_width * (self.value_experts.top_k if self.value_experts else 1)
+        of_heads = queries + (self.relative.width if self.relative else 0)
+        return self.heads * of_heads + self.gates + self.kv_heads * (self.head_dim + values)
 
     def attended(self, tokens: int, positions: int) -> float:
         """Those of scores, and of sums weighed by them."""

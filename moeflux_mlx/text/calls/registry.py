@@ -10,6 +10,8 @@ from .gemma import CALL_BEGIN as GEMMA_CALL
 from .gemma import GEMMA
 from .harmony import GPT_OSS
 from .hunyuan import HUNYUAN, K2_HORIZON, hunyuan
+from .hunyuan_a13b import CALLS as HUNYUAN_CALLS
+from .hunyuan_a13b import HUNYUAN_A13B
 from .invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, DSML, MINIMAX, V4_SECTION, V41_SECTION
 from .kimi import KIMI
 from .kimi_k3 import CALL_BEGIN as KIMI_K3_CALL
@@ -29,7 +31,7 @@ DEEPSEEKS = (DEEPSEEK_V3, DEEPSEEK_V31)
 DIALECTS = (
     *(QWEN_JSON, EXAONE, QWEN_XML, GLM, *DEEPSEEKS, DEEPSEEK_V32, DEEPSEEK_V4, KIMI, MINIMAX, HUNYUAN, MISTRAL),
     *(GPT_OSS, SOLAR_OPEN, GEMMA, GLM_LINE, MINIMAX_M3, KIMI_K3, DEEPSEEK_V41, LONGCAT, LONGCAT_JSON, COHERE_ACTION),
-    *(LLAMA4, K2_HORIZON),
+    *(LLAMA4, K2_HORIZON, HUNYUAN_A13B),
 )
 HEADER_START, PARAMETERS = "<|header_start|>", '"parameters": '  # of Llama 4, whose templates may have other calls
 CALL_MARKERS = frozenset[str]().union(*(dialect.markers for dialect in DIALECTS))
@@ -61,7 +63,7 @@ def dialect_of(text: str) -> Dialect | None:
     if suffixed is not None:
         return hunyuan(suffixed[1] or "")
     if TOOL_CALL not in text:
-        return None
+        return HUNYUAN_A13B if HUNYUAN_CALLS in text else None
     if PAIRS.key[0] in text:
         return GLM_LINE if _ONE_LINE.search(text) else GLM
     if FUNCTION in text:

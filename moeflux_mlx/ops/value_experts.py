@@ -1,0 +1,113 @@
+"""Values of chosen matrices: the sum of silu(W x) over a token's experts, weighed (IFM's K2 Horizon, MoVA).
+
+The matrices are records. In a step the kernels of the routed experts' last product read them in place, a row for each
+pair of a token and an expert. In a prompt the CPU does the same with the pairs of each expert, and MLX multiplies all
+rows of an expert by a copy of its matrix. A pair's product depends on nothing else, so records may come in any groups.
+"""
+
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+
+from . import backend
+from .backend import AnyArray, computes_at_once, library_of, of_kind
+from .dequantize import dense
+from .elementwise import sigmoid
+from .experts import expert_down_combine, of_kinds
+from .grouped import NATIVE_ROWS, combined
+from .linear import multiply
+from .matrix import Part
+from .records import Records
+from .tiles import MAX_TOKENS
+
+COPIED = 8  # matrices that are copied at a time; at most two such groups are in memory
+
+
+def step_values(x: AnyArray, slots: AnyArray, weights: AnyArray, records: Records) -> AnyArray:
+    """[T, rows] of the rows of a step, x [T, D], slots of the records and weights [T, K]."""
+    records, slots = of_kinds(x, records, slots)
+    (T, K), library = slots.shape, library_of(x)
+    each, flat = library.repeat(x, K, axis=0), slots.reshape(-1, 1)
+    ends = range(0, T * K, MAX_TOKENS)  # a kernel takes no more
+    made = [_products(each[i : i + MAX_TOKENS], flat[i : i + MAX_TOKENS], records, alone=True) for i in ends]
+    rows = made[0] if len(made) == 1 else library.concatenate(made)
+    return _weighed(rows, backend.arange(T * K, library).reshape(T, K), weights)
+
+
+def _products(x: AnyArray, slots: AnyArray, records: Records, alone: bool) -> AnyArray:
+    """[P, rows] of each row of x [P, D] with the matrix in its own slot [P, 1]. `alone`: as `expert_down_combine`."""
+    ones = of_kind(backend.constant(1.0, slots.shape) if alone else mx.ones(slots.shape), x)
+    zeros = backend.zeros_like(x, (len(x), records.record.hidden_size))
+    return expert_down_combine(x[:, None], slots, records, ones, zeros, alone=alone)
+
+
+def _weighed(products: AnyArray, where: AnyArray, weights: AnyArray) -> AnyArray:
+    """[T, rows] of products [P, rows] and `where` each of a token's is, int32 [T, K]."""
+    act = products * sigmoid(products)
+    return combined(act, where, weights, backend.zeros_like(act, (len(where), act.shape[1])), None)
+
+
+class ValueRows:
+    """The values of a prompt's tokens, whose experts may come in groups.
+
+    Args:
+        x: [T, D].
+        ids: [T, K], the experts of each token.
+
+    Attributes:
+        experts: the different ones among them.
+    """
+
+    def __init__(self, x: AnyArray, ids: np.ndarray):
+        self._x, self._shape = x, ids.shape
+        self.experts, self._counts = np.unique(ids, return_counts=True)
+        self._ends = np.cumsum([0, *self._counts])
+        self._order = np.argsort(ids.reshape(-1), kind="stable").astype(np.int32)
+        self._made: list[Any] = []
+
+    def least_used(self, kept: int) -> np.ndarray:
+        """The experts without the `kept` ones that the most tokens use."""
+        order = np.argsort(self._counts, kind="stable")
+        return self.experts[order[: max(len(order) - kept, 0)]]
+
+    def multiply(self, some: slice, records: Records, slots: np.ndarray) -> AnyArray:
+        """The products of the tokens of `some` of the experts, which are next; `slots` are those of their records."""
+        if computes_at_once(self._x):
+            self._made += self._native(some, slots, records)
+            return self._made[-1]
+        for first in range(0, len(slots), COPIED):
+            self._made.append(self._copied(some.start + first, slots[first : first + COPIED], records))
+            backend.start(self._made[-1])
+            if len(self._made) > 1:
+                backend.finish(self._made[-2])
+        return self._made[-1]
+
+    def _rows(self, start: int, stop: int) -> AnyArray:
+        """The rows of x of the pairs from `start` to `stop` in the order of the experts."""
+        return self._x[of_kind(self._order[start:stop] // self._shape[1], self._x)]
+
+    def _native(self, some: slice, slots: np.ndarray, records: Records) -> list[np.ndarray]:
+        first, owners = self._ends[some.start], np.repeat(slots, self._counts[some]).astype(np.int32)
+        return [
+            _products(self._rows(first + i, first + i + len(own)), own[:, None], records, alone=False)
+            for i in range(0, len(owners), NATIVE_ROWS)
+            for own in [owners[i : i + NATIVE_ROWS]]
+        ]
+
+    def _copied(self, first: int, slots: np.ndarray, records: Records) -> mx.array:
+        """The products of the experts from number `first` on, one for each of the slots."""
+        records, slots = records.for_mlx(slots)
+        quant, (parts,) = records.record.down.quant, dense(records, slots, self._x.dtype)
+        ends = self._ends[first : first + len(slots) + 1]
+        rows = mx.split(self._rows(ends[0], ends[-1]), (ends[1:-1] - ends[0]).tolist())
+        matrices = (Part(quant, *cast(Any, [part[i] for part in parts])) for i in range(len(slots)))
+        return mx.concatenate([multiply(x, one, transpose=True) for x, one in zip(rows, matrices, strict=True)])
+
+    def weighed(self, weights: AnyArray) -> AnyArray:
+        """[T, rows], with weights [T, K], when all experts were multiplied."""
+        where = np.empty(self._order.size, np.int32)
+        where[self._order] = np.arange(self._order.size, dtype=np.int32)
+        made = library_of(self._made[0]).concatenate(self._made)
+        self._made.clear()
+        return _weighed(made, where.reshape(self._shape), weights)
