@@ -25,9 +25,10 @@ RESIDENT, STREAMED, QUEUED = "resident", "streamed", "queued ahead"  # where rou
 
 
 def values_of_zeros(layout: ExpertLayout, number: int) -> ValuesOf:
-    """The value experts of a record set, which are in memory."""
-    rows = np.zeros((layout.count(number), layout.records[number].stride // 4), np.uint32)
-    return ValuesOf(HeldExperts(layout, {number: rows}), number)
+    """The value experts of a record set, which are in memory; MLX's array is not made before it is read."""
+    source, shape = HeldExperts(layout, {}), (layout.count(number), layout.records[number].stride // 4)
+    source.add(number, mx.zeros(shape, mx.uint32) if backend.has_kernels() else np.zeros(shape, np.uint32))
+    return ValuesOf(source, number)
 
 
 class SomeExperts:
