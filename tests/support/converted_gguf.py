@@ -103,7 +103,10 @@ def weights_of(family, tensors):
     if family in ("glm5_next", "kimi_linear", "kimi_k3"):
         modules = {name.removesuffix("A_log") for name in tensors if name.endswith("A_log")}
         made = {name: _more_heads(name, array, modules) for name, array in tensors.items()}
-        return {name: np.ones_like(array) if name.endswith(ONES) else array for name, array in made.items()}
+        made |= {name: np.ones_like(array) for name, array in made.items() if name.endswith(ONES)}
+        if family == "kimi_k3":  # its publisher stores one axis
+            made |= {name: array.reshape(-1) for name, array in made.items() if name.endswith("A_log")}
+        return made
     if family == "sarvam_moe":
         return {name: _zero_mean(array) if name.endswith("expert_bias") else array for name, array in tensors.items()}
     return tensors
