@@ -358,13 +358,13 @@ def kilobytes(source, out, what):
 
 
 def test_memory_holds_a_few_experts_and_never_a_layer(tmp_path):
-    """Here a layer has 192 MiB in bfloat16 and an expert 0.75 MiB; the largest resident tensor has 8 MiB."""
+    """Here a layer has 120 MiB in bfloat16 and an expert 0.75 MiB; the largest resident tensor has 8 MiB."""
     config = goldens.config("qwen3_5_moe")
     text = config["text_config"]
     text |= {"num_hidden_layers": 1, "layer_types": ["full_attention"], "vocab_size": 8192}
-    text |= {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 256}
+    text |= {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 160}
     heads, kv, head = text["num_attention_heads"], text["num_key_value_heads"], text["head_dim"]
-    D, I, E, shared = 512, 256, 256, text["shared_expert_intermediate_size"]
+    D, I, E, shared = 512, 256, 160, text["shared_expert_intermediate_size"]
     layer = {
         "input_layernorm.weight": [D], "post_attention_layernorm.weight": [D],
         "self_attn.q_proj.weight": [2 * heads * head, D], "self_attn.k_proj.weight": [kv * head, D],
