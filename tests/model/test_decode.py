@@ -65,6 +65,7 @@ def resident_model(monkeypatch, request):
         "llama4",
         "cohere2_moe",
         "inkling",
+        "inkling2",
         "longcat_flash",
         "mistral_large4",
         *SOME_CHOOSING,
@@ -117,7 +118,10 @@ def attending(model):
         *map(full, ("deepseek_v4", "qwen3_moe", "qwen3_next", "nemotron_h", "qwen4_exp", "glm5_next", "minimax_m3_vl")),
         *map(full, ("ernie4_5_moe", "afmoe", "flint", "kolibri1", "qwen2_moe", "olmoe", "mixtral")),
         *map(full, ("bailing_hybrid", "kimi_linear", "beam", "hy_v4", "kimi_k3")),
-        *map(full, ("granitemoehybrid", "llama4", "cohere2_moe", "longcat_flash", "mistral_large4", "inkling")),
+        *map(
+            full,
+            ("granitemoehybrid", "llama4", "cohere2_moe", "longcat_flash", "mistral_large4", "inkling", "inkling2"),
+        ),
     ],
 )
 def test_tokens_on_kernels_equal_those_on_plain_operations(monkeypatch, family):
@@ -208,7 +212,10 @@ MOST |= {"deepseek_v41": 35, ("deepseek_v41", 1): 88, ("deepseek_v41", 3): 83}
 MOST |= {"kimi_k3": 16, "hy_v4": 20, "hy_v4_vl": 20, ("beam", 1): 11, ("beam", 3): 11}  # the factor of queries
 MOST |= {"mistral_large4": 18}  # queries grow, and an indexer makes its own of the input behind a norm
 MOST |= {"k2_horizon": 19}  # norms of halves, and MLX's operations choose value experts and multiply with them
-MOST |= {"inkling": 40}  # biases by distance, convolutions and what divides weights are MLX's operations
+MOST |= {
+    "inkling": 40,
+    "inkling2": 90,
+}  # biases by distance, convolutions and what divides weights are MLX's operations
 MOST |= {"bailing_hybrid": 12}  # four gates would put rows where kernels cannot read them
 MOST |= {"llama4": 11}  # the input of its experts is scaled
 MOST |= {"longcat_flash": 24}  # the experts that return their input are taken out by MLX's operations
