@@ -12,10 +12,11 @@ from typing import ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from .kinds import SILU, Activation, Residual, WeighedSum
+from .kinds import SILU, Activation, Residual, ShortConvolution, WeighedSum
 from .ops import backend
 from .ops.add_normed import Pair, add_normed
 from .ops.backend import AnyArray, Array
+from .ops.convolution import convolved
 from .ops.elementwise import activate, gated, plus, scaled, softcap, split
 from .ops.launch import ArrayPiece, pack
 from .ops.linear import embed, linear
@@ -220,6 +221,17 @@ class Convolution(nn.Module):
         self.weight = mx.zeros((channels, taps, 1))
         if bias:
             self.bias = mx.zeros((channels,))
+
+
+class BranchConvolution(Convolution):
+    """What the output of a layer's part passes before it is added."""
+
+    def __init__(self, rule: ShortConvolution):
+        super().__init__(rule.channels, rule.taps)
+        self.factor = rule.factor
+
+    def __call__(self, x: Array, cache: AnyCache) -> AnyArray:
+        return convolved(x, cache, self.weight, self.factor)
 
 
 class Embedding(Weight):

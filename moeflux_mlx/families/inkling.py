@@ -10,9 +10,30 @@ from dataclasses import replace
 import numpy as np
 
 from ..files import JsonDict
-from ..kinds import Experts, LayerSpec, QueryLog, Residual, Router, SharedExpert, ShortConvolution
+from ..kinds import (
+    Activation,
+    BlockSums,
+    Experts,
+    LayerSpec,
+    QueryLog,
+    Residual,
+    Router,
+    SharedExpert,
+    ShortConvolution,
+)
 from ..mixers.grouped.spec import GroupedQuery, RelativeBias
-from .fields import Family, Fields, FusedRows, after_dense_layers, common, layer_count, layer_kinds, layers, scale
+from .fields import (
+    Family,
+    Fields,
+    FusedRows,
+    after_dense_layers,
+    common,
+    experts,
+    layer_count,
+    layer_kinds,
+    layers,
+    scale,
+)
 from .fused_rows import grouped_rows
 
 HYBRID, WINDOW = "hybrid", "hybrid_sliding"
@@ -26,8 +47,8 @@ def _inkling(read: Fields) -> JsonDict:
     for name in ("shared_expert_sink", "use_embed_norm"):
         read.must_equal(name, True)
     if read.optional("dense_intermediate_size", int, None) is not None:  # then the other width is that of experts
-        experts, dense = read.count("intermediate_size"), read.count("dense_intermediate_size")
-        read = Fields({**read.config, "moe_intermediate_size": experts, "intermediate_size": dense})
+        narrow, dense = read.count("intermediate_size"), read.count("dense_intermediate_size")
+        read = Fields({**read.config, "moe_intermediate_size": narrow, "intermediate_size": dense})
     fields = common(read.with_usual({"max_position_embeddings": 131072}))
     branches = ShortConvolution(fields["hidden_size"], read.count("conv_kernel_size", 4, most=64))
     parts = {kind: replace(_attention(read, kind, branches.taps), branches=branches) for kind in (HYBRID, WINDOW)}
@@ -66,6 +87,57 @@ def _attention(read: Fields, kind: str, taps: int) -> GroupedQuery:
         query_scale=None if window else growth,
         relative=RelativeBias(read.count("d_rel", 16), window or read.count("rel_extent", 1024)),
         convolution=ShortConvolution(2 * kv_heads * width, taps),
+    )
+
+
+OF_CLASS = {  # of transformers, where a file of Inkling 2 leaves a field out
+    **{"sliding_window": 1024, "swa_num_attention_heads": 48, "swa_num_key_value_heads": 8, "swa_head_dim": 128},
+    **{"log_scaling_n_floor": 128000, "max_position_embeddings": 1048576, "scoring_func": "sigmoid"},
+    **{"qk_l2_clip_threshold": 512**0.5, "rel_l2_clip_threshold": 8.0, "n_layers_per_attn_res_block": 6},
+    **{"mlp_gate_softcap": 4.0, "mlp_up_softcap": 25.0, "final_logit_softcapping": 30.0, "route_scale": 8.0},
+}
+
+
+def _inkling2(read: Fields) -> JsonDict:
+    """Its attention has no norms: lengths of heads are limited. Layers that see all positions have three inputs."""
+    names = {**OF_FILES, "moe_intermediate_size": "intermediate_size"}
+    read = read.with_usual({name: read.config.get(theirs) for name, theirs in names.items()}).with_usual(OF_CLASS)
+    read.must_equal("scoring_func", "sigmoid")
+    fields, taps = common(read), read.count("conv_kernel_size", 4, most=64)
+    branches = ShortConvolution(fields["hidden_size"], taps, (taps + 1) ** -0.5)
+    parts = {kind: replace(_clipped(read, kind, taps), branches=branches) for kind in (HYBRID, WINDOW)}
+    limits = {name: read.number(f"mlp_{name}_softcap", least=1e-3, most=1e6) for name in ("up", "gate")}
+    moe = experts(read, score="sigmoid", correction_bias=True, scale=scale(read, "route_scale"))
+    moe = replace(moe, activation=Activation("situ", limits["up"], limits["gate"]))
+    mixers = [parts[kind] for kind in _kinds(read)]
+    sums = BlockSums(read.count("n_layers_per_attn_res_block"), len(mixers), normed=True, eps=1e-6)
+    return {
+        **fields,
+        "vocab_size": read.count("unpadded_vocab_size", 200058, most=fields["vocab_size"]),
+        "layers": layers(read, mixers, moe, range(len(mixers)), Residual(connections=sums, convolved=True)),
+        "logit_softcap": read.number("final_logit_softcapping", least=1e-3, most=1e6),
+        "norms_embeddings": True,
+    }
+
+
+def _clipped(read: Fields, kind: str, taps: int) -> GroupedQuery:
+    part = _attention(read, kind, taps)
+    assert part.relative is not None and part.convolution is not None
+    limits = (read.number(f"{name}_l2_clip_threshold", least=1e-3, most=1e6) for name in ("qk", "rel"))
+    clip, of_distances = limits
+    is_dynamic = kind == HYBRID
+    convolution = replace(part.convolution, factor=(taps * (1 + is_dynamic) + 1) ** -0.5, dynamic=is_dynamic)
+    return replace(
+        part,
+        norm="clip",
+        clip=clip,
+        scale=None,
+        gate="sigmoid",
+        token_sinks=True,
+        value_norm=True,
+        relative=replace(part.relative, clip=of_distances),
+        convolution=convolution,
+        inputs=3 if is_dynamic else 1,
     )
 
 
@@ -128,4 +200,24 @@ INKLING = Family(
     longer=("model.embed_tokens.weight", "lm_head.weight"),
     interleaved_experts=True,
 )
-FAMILIES = dict.fromkeys(("inkling", "inkling_mm_model"), INKLING)  # the second is of the container
+RENAMES2 = (
+    *((".attn.q_l2_clip.scale$", ".self_attn.q_norm.weight"), (".attn.rel_l2_clip.scale$", ".self_attn.r_norm.weight")),
+    *((".attn.gate_attn.", ".self_attn.g_proj."), (".attn.attn_sink_proj.", ".self_attn.sink_proj.")),
+    *((f".{name}_input_norm.", f".self_attn.{name}_input_norm.") for name in "qkv"),
+    ("sconv.weight_proj$", "sconv.weight_proj.weight"),
+    *RENAMES,
+)
+
+
+def _numbered(layers: Sequence[LayerSpec]) -> list[tuple[str, str]]:
+    """Queries of attention begin at the second layer."""
+    names = [(f"attn_res.attn_queries.{i}$", f"layers.{i + 1}.attn_hc.query") for i in range(len(layers) - 1)]
+    names += [(f"attn_res.mlp_queries.{i}$", f"layers.{i}.ffn_hc.query") for i in range(len(layers))]
+    return [*names, ("attn_res.output_query$", "hc_head.query")]
+
+
+INKLING2 = Family(_inkling2, renames=RENAMES2, numbered=_numbered, interleaved_experts=True, longer=INKLING.longer)
+FAMILIES = {
+    **dict.fromkeys(("inkling", "inkling_mm_model"), INKLING),  # the second is of the container
+    "inkling2": INKLING2,
+}

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class ShortConvolution:
     """x + the convolution of `channels` values x over a token and the `taps` - 1 before it (transformers,
-    `InklingShortConvolution`).
+    `InklingShortConvolution`), times `factor`. `dynamic`: the token's own taps, which a projection makes for each head,
+    are added to those of each channel (transformers, `Inkling2DynamicShortConvolution`).
     """
 
     channels: int
     taps: int
+    factor: float = 1.0
+    dynamic: bool = False
 
     @property
     def conv_shape(self) -> tuple[int, int]:

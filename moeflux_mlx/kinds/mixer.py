@@ -56,6 +56,11 @@ class Mixer(ABC):
         return None
 
     @property
+    def inputs(self) -> int:
+        """How many inputs it has, side by side. If there are several, their norms are the mixer's, not the layer's."""
+        return 1
+
+    @property
     def branches(self) -> ShortConvolution | None:
         """What both parts of its layer make passes this before it is added to the stream; None: nothing. The last two
         caches of the layer are theirs.

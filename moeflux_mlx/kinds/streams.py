@@ -105,10 +105,16 @@ class BlockSums:
     `layers`: that layer's mixer begins a new sum, behind those of the blocks before, of which the first is the
     embedding alone. A part gets the sums weighed by a softmax, whose logits a learned weight makes of each normed sum,
     and so does the norm after the last layer. A part's output is added to the last sum.
+
+    `normed` (transformers, `Inkling2BlockAttentionResidual`): it gets the normed sums, weighed so, where `eps` is that
+    of the norm. The learned weight is a query, whose products are divided by the root of its length. The first part of
+    all takes the embedding as it is. A part with several inputs has a query for each.
     """
 
     block: int
     layers: int
+    normed: bool = False
+    eps: float | None = None
     copies: ClassVar[int] = 4  # of the sums in float32, in each part of a layer
     has_own_norm: ClassVar[bool] = False  # in place of the norm before each part and after the last layer
 

@@ -79,6 +79,8 @@ class SharingMoE(MoE):
     has as many rows; the routed experts add their output, and the stream unless the residual adds it.
     """
 
+    keeps_stream: ClassVar[bool] = False
+
     def _add_parts(self, part: Experts, hidden_size: int, residual: Residual, eps: float) -> None:
         assert part.shared is not None and not part.shared.width % part.router.shared, "shared experts are equally wide"
         self._is_apart, self._adds = True, not residual.adds_itself

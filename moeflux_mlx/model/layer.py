@@ -13,11 +13,10 @@ from ..experts.routing import FromTables, Pieces, RoutedExpertsCall, as_share
 from ..experts.source import ExpertLoader
 from ..experts.values import ValuesOf
 from ..kinds import Experts
-from ..layers import Caches, Convolution, MixerModule, OutputNorm, WeighedParts, norm_of
+from ..layers import BranchConvolution, Caches, MixerModule, OutputNorm, WeighedParts, norm_of
 from ..mixers.registry import module_of
 from ..ops import backend
 from ..ops.backend import AnyArray, Array
-from ..ops.convolution import convolved
 from ..ops.rows import AnyCache, StepRows, begin_row
 from ..ops.seen import Chosen
 from ..spec import ModelArgs
@@ -72,22 +71,24 @@ class DecoderLayer(nn.Module):
             self.mixer.set_experts(self._values)
         self.mlp = feed_forward_of(args, layer, experts)
         connections = spec.residual.connections
+        if spec.residual.convolved:
+            assert spec.mixer.branches is not None, "a layer's mixer says how outputs are convolved"
+            self.attn_sconv, self.mlp_sconv = (BranchConvolution(spec.mixer.branches) for _ in range(2))
         if connections is None or not connections.has_own_norm:
             before, behind = (spec.residual.eps(args.rms_norm_eps, 2 * layer + parts) for parts in (1, 2))
-            self.input_layernorm = norm_of(spec.residual, args.hidden_size, before, spec.residual.gate_rank)
+            if spec.mixer.inputs == 1:
+                self.input_layernorm = norm_of(spec.residual, args.hidden_size, before, spec.residual.gate_rank)
             if spec.feed_forward is not None and not spec.residual.parallel:
                 rank = spec.residual.gate_rank if isinstance(spec.feed_forward, Experts) else 0
                 self.post_attention_layernorm = norm_of(spec.residual, args.hidden_size, behind, rank)
         if connections is not None:
-            self.attn_hc, self.ffn_hc = (connection(connections, *sizes, layer) for _ in range(2))
-            self.residual = SeveralStreams(self.mixer, self.get("input_layernorm"), self.attn_hc, self.ffn_hc)
+            self.attn_hc, self.ffn_hc = (connection(connections, *sizes, layer, n) for n in (spec.mixer.inputs, 0))
+            around = self.get("input_layernorm"), self.attn_hc, self.ffn_hc, self.get("attn_sconv")
+            self.residual = SeveralStreams(self.mixer, *around)
         elif spec.residual.output_norms:
             self.mixer_output = OutputNorm(*sizes)
             self.residual = NormedStream(self.mixer, self.input_layernorm, self.mixer_output)
         elif spec.residual.convolved:
-            assert spec.mixer.branches is not None, "a layer's mixer says how outputs are convolved"
-            sizes = spec.mixer.branches.channels, spec.mixer.branches.taps
-            self.attn_sconv, self.mlp_sconv = Convolution(*sizes), Convolution(*sizes)
             self.residual = ConvolvedStream(self.mixer, self.input_layernorm, self.attn_sconv)
         elif spec.residual.weighed is not None:
             sums = [WeighedParts(args.hidden_size, spec.residual.weighed, has_scale) for has_scale in (False, True)]
@@ -119,7 +120,7 @@ class DecoderLayer(nn.Module):
         chosen = chosen or Chosen()
         caches, behind = self._parted(caches)
         if not self.residual.takes_rows and isinstance(caches[0], StepRows):
-            return self._of_rows(h, caches, chosen, tokens)
+            return self._of_rows(h, caches, chosen, tokens, behind)
         if self._step is not None and DecodeStep.takes(h, [caches]):
             arrays = [one for one in chosen.handed if one is not None]
             step = self._step(self.mlp.should_predict(1), tuple(one is not None for one in chosen.handed))
@@ -137,7 +138,7 @@ class DecoderLayer(nn.Module):
 
     def _added(self, out: AnyArray, kept: Sequence[AnyArray], behind: AnyCache | None) -> AnyArray:
         """The streams behind the layer."""
-        out = out if behind is None else convolved(out, behind, self.mlp_sconv.weight)
+        out = out if behind is None else self.mlp_sconv(out, behind)
         return self.residual.added(out, *kept)
 
     def _choose(
@@ -182,7 +183,9 @@ class DecoderLayer(nn.Module):
         experts = self.mlp.experts
         return isinstance(experts, FromTables) and experts.reads_tables(self.mlp.layer, self.mlp.rule.top_k)
 
-    def _of_rows(self, h: Array, caches: Sequence[StepRows], chosen: Chosen, tokens: Tokens | None) -> AnyArray:
+    def _of_rows(
+        self, h: Array, caches: Sequence[StepRows], chosen: Chosen, tokens: Tokens | None, behind: StepRows | None
+    ) -> AnyArray:
         """Computes each row of a step as if it were alone; the rows meet in the experts alone."""
         rows = []
         for i in range(h.shape[1]):
@@ -191,6 +194,7 @@ class DecoderLayer(nn.Module):
         library = backend.library_of(h)
         x = library.concatenate([x for x, *_ in rows], axis=1)
         out = self.mlp.forward(x, self._second_norm, self._ids(x, tokens))
+        out = out if behind is None else self.mlp_sconv(out, behind)
         made = [self.residual.added(out[:, i : i + 1], *kept) for i, (_, *kept) in enumerate(rows)]
         return library.concatenate(made, axis=1)
 
@@ -261,7 +265,7 @@ class DecoderLayer(nn.Module):
         for cache, number, span in rows.behind:
             for start, end in span.blocks([cache]):
                 own = backend.contiguous(out[:, at + start : at + end])
-                parts.append(convolved(own, cache, self.mlp_sconv.weight))
+                parts.append(self.mlp_sconv(own, cache))
                 span.passed(end, [cache], number)
             at += span.length
         return parts[0] if len(parts) == 1 else backend.library_of(out).concatenate(parts, axis=1)

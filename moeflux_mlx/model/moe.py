@@ -62,6 +62,7 @@ class MoE(nn.Module):
     to the stream; `eps` is that of the block's own norms.
     """
 
+    keeps_stream: ClassVar[bool] = True  # whether the residual among what `prepare` gives is the stream
     kept_float32: ClassVar[tuple[str, ...]] = ("e_score_correction_bias", "expert_scales", "output_scale")
 
     def __init__(
@@ -173,7 +174,8 @@ class MoE(nn.Module):
         rows = Prepared(*(part.reshape(B * L, -1) for part in parts))
         assert self.experts is not None
         shared, beside = (None, rows.shared) if self._is_apart else (rows.shared, None)
-        predicted = self._predict_next(rows.residual) if self.should_predict(B * L) else None
+        predicts = self.keeps_stream and self.should_predict(B * L)
+        predicted = self._predict_next(rows.residual) if predicts else None
         guess, norm = self._as_routing(predicted), self.get("expert_norm")
         routing = Routing(self.layer, rows.ids, rows.weights, guess, norm=norm)
         added_to = self._added_to(rows.residual, rows.x)

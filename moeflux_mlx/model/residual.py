@@ -6,9 +6,8 @@ and with what it kept of them it adds the part's output.
 
 from typing import Any, ClassVar
 
-from ..layers import Caches, Convolution, MixerModule, OutputNorm, RMSNorm, WeighedParts
+from ..layers import BranchConvolution, Caches, MixerModule, OutputNorm, RMSNorm, WeighedParts
 from ..ops.backend import AnyArray, Array
-from ..ops.convolution import convolved
 from ..ops.seen import Chosen
 
 
@@ -65,14 +64,14 @@ class ConvolvedStream(OneStream):
     feed-forward part, which `added` gets. The mixer's layer has the cache of this one last.
     """
 
-    def __init__(self, mixer: MixerModule, norm: Any, convolution: Convolution):
+    def __init__(self, mixer: MixerModule, norm: Any, convolution: BranchConvolution):
         super().__init__(mixer, norm)
         self.convolution = convolution
 
     def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
         """The stream with the mixer's output, as the feed-forward part's input, and once more for `added`."""
         out = self.mixer.mixed(h, self.norm, caches, chosen)
-        h = h + convolved(out, caches[-1], self.convolution.weight)
+        h = h + self.convolution(out, caches[-1])
         return h, h
 
     def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
@@ -101,13 +100,18 @@ class SeveralStreams:
 
     takes_rows: ClassVar[bool] = False
 
-    def __init__(self, mixer: MixerModule, norm: RMSNorm | None, before: Any, behind: Any):
+    def __init__(
+        self, mixer: MixerModule, norm: RMSNorm | None, before: Any, behind: Any, convolution: BranchConvolution | None
+    ):
+        """`convolution`: what the mixer's output passes, as in `ConvolvedStream`; None: nothing."""
         self.mixer, self.norm, self.before, self.behind = mixer, norm, before, behind
+        self.convolution = convolution
 
     def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
         """The feed-forward part's input, and for `added` the streams behind the mixer and how they are mixed."""
         x, *mixing = self.before.gather(h)
         out = self.mixer.mixed(x, self.norm, caches, chosen)
+        out = out if self.convolution is None else self.convolution(out, caches[-1])
         streams, x, *mixing = self.behind.gather_behind(h, out, *mixing)
         return x, streams, *mixing
 

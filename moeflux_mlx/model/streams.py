@@ -237,6 +237,47 @@ class BlockSum(nn.Module):
         return block_sums.added(h, out)
 
 
+class NormedBlockSum(nn.Module):
+    """The queries between the sums of blocks and a part of a layer (`BlockSums.normed`), or behind the last layer; the
+    first part of all `takes_one` sum, the embedding, and has none. `begins`: as of `BlockSum`.
+    """
+
+    kept_float32: ClassVar[tuple[str, ...]] = ("query",)
+
+    def __init__(self, hidden_size: int, eps: float, inputs: int, begins: bool = False, takes_one: bool = False):
+        super().__init__()
+        self.eps, self.begins, self.inputs = eps, begins, inputs
+        if not takes_one:
+            self.query = mx.zeros((inputs, hidden_size) if inputs > 1 else (hidden_size,))
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Scales the queries; called again once it has its tensors."""
+        if "query" in self:
+            width = self.query.shape[-1]
+            self._queries = self.query.reshape(-1, width).astype(mx.float32) * width**-0.5
+            mx.eval(self._queries)
+
+    def gather(self, h: Array) -> tuple[AnyArray, ...]:
+        """The part's inputs side by side."""
+        if "query" in self:
+            return (block_sums.mixed_normed(h, self._queries, self.eps),)
+        return (h if self.inputs == 1 else library_of(h).concatenate([h] * self.inputs, axis=-1),)
+
+    def gather_behind(self, h: AnyArray, out: AnyArray) -> tuple[AnyArray, ...]:
+        """The sums behind the part before, whose output is `out`, and `gather` of them."""
+        sums = library_of(h).concatenate([h, out], axis=-1) if self.begins else block_sums.added(h, out)
+        return sums, *self.gather(sums)
+
+    def last(self, h: Array) -> AnyArray:
+        """The stream behind the last layer."""
+        return _row_by_row(lambda row: self.gather(row)[0], h)
+
+    def scatter(self, h: Array, out: Array) -> AnyArray:
+        """The sums behind the part."""
+        return block_sums.added(h, out)
+
+
 def _row_by_row(compute: Callable[[Any], Any], h: Array) -> AnyArray:
     """Computes a step's rows of h [B, L, .] one by one, because kernels take one; a prompt's all at once."""
     count = h.shape[1]
@@ -253,8 +294,14 @@ MODULES: dict[type[Connections], Any] = {
 }
 
 
-def connection(rule: Connections, hidden_size: int, eps: float, layer: int | None) -> nn.Module:
-    """The module between the streams and a part of a layer; None: behind the last layer."""
+def connection(rule: Connections, hidden_size: int, eps: float, layer: int | None, inputs: int = 0) -> nn.Module:
+    """The module between the streams and a part of a layer; None: behind the last layer. `inputs`: of the mixer, if it
+    is the part; else 0.
+    """
+    assert inputs < 2 or isinstance(rule, BlockSums), "only sums of blocks make several inputs"
+    if isinstance(rule, BlockSums) and rule.normed:
+        begins = layer is not None and rule.begins(layer)
+        return NormedBlockSum(hidden_size, rule.eps or eps, max(inputs, 1), begins, layer == 0 and inputs > 0)
     if isinstance(rule, BlockSums):
         return BlockSum(hidden_size, eps, layer is not None and rule.begins(layer))
     if isinstance(rule, HyperConnections) and rule.shifted:

@@ -23,6 +23,16 @@ MOST_SUMS = 32  # a thread has two registers for each
 KEPT, ADDED, BEHIND = range(3)  # what becomes of `out` in the kernel
 
 
+def mixed_normed(h: AnyArray, queries: mx.array, eps: float) -> AnyArray:
+    """The inputs [B, L, inputs * D] of a part: of the normed rows of h [B, L, n * D] sums that are weighed by a softmax
+    of their products with each of the queries [inputs, D] float32.
+    """
+    rows = rms_norm(float32(h).reshape(*h.shape[:2], -1, queries.shape[1]), None, eps)
+    shares = (softmax((rows * query).sum(axis=-1))[..., None] for query in backend.of_kind(queries, h))
+    parts = [(share * rows).sum(axis=2).astype(h.dtype) for share in shares]
+    return parts[0] if len(parts) == 1 else backend.library_of(h).concatenate(parts, axis=-1)
+
+
 def mixed(h: AnyArray, weight: mx.array, eps: float) -> AnyArray:
     """The sum [B, L, D] of the rows of h [B, L, n * D], n sums of D values, weighed by a softmax of numbers: the sum of
     each row's values, normed, times weight [D] float32. It is a part's input.

@@ -67,6 +67,7 @@ def resident_model(monkeypatch, request):
         "llama4",
         "cohere2_moe",
         "inkling",
+        "inkling2",
         "longcat_flash",
         "mistral_large4",
         *SOME_CHOOSING,
@@ -119,7 +120,10 @@ def attending(model):
         *map(full, ("deepseek_v4", "qwen3_moe", "qwen3_next", "nemotron_h", "qwen4_exp", "glm5_next", "minimax_m3_vl")),
         *map(full, ("ernie4_5_moe", "afmoe", "flint", "kolibri1", "qwen2_moe", "olmoe", "mixtral")),
         *map(full, ("bailing_hybrid", "kimi_linear", "beam", "hy_v4", "kimi_k3")),
-        *map(full, ("granitemoehybrid", "llama4", "cohere2_moe", "longcat_flash", "mistral_large4", "inkling")),
+        *map(
+            full,
+            ("granitemoehybrid", "llama4", "cohere2_moe", "longcat_flash", "mistral_large4", "inkling", "inkling2"),
+        ),
     ],
 )
 def test_tokens_on_kernels_equal_those_on_plain_operations(monkeypatch, family, small_products):
@@ -214,7 +218,10 @@ MOST |= {"k2_horizon": 19}  # norms of halves, and MLX's operations choose value
 MOST |= {"axk2": 29}  # norms with gates, and gates of values, by MLX's operations
 MOST |= {"muse_spark": 24}  # MLX's operations weigh the sums, and norm heads and experts
 MOST |= {"dots3_note": 32, ("dots3_note", 1): 20}  # MLX's operations attend to latents of a window
-MOST |= {"inkling": 40}  # biases by distance, convolutions and what divides weights are MLX's operations
+MOST |= {
+    "inkling": 40,
+    "inkling2": 90,
+}  # biases by distance and convolutions are MLX's operations
 MOST |= {"bailing_hybrid": 12}  # four gates would put rows where kernels cannot read them
 MOST |= {"llama4": 11}  # the input of its experts is scaled
 MOST |= {"longcat_flash": 24}  # the experts that return their input are taken out by MLX's operations

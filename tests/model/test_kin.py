@@ -279,6 +279,9 @@ IGNORED = [
     ("muse_spark", {"final_logit_softcapping": 4.0}),
     *(("axk2", {name: value}) for name, value in (("index_topk", 13), ("indexer_rope_interleave", True))),
     *(("axk2", {name: value}) for name, value in (("rms_norm_eps", None), ("rope_parameters", {"rope_theta": 1e5}))),
+    *(("inkling2", {name: None}) for name in ("qk_l2_clip_threshold", "rel_l2_clip_threshold", "route_scale")),
+    *(("inkling2", {name: None}) for name in ("mlp_gate_softcap", "mlp_up_softcap", "final_logit_softcapping")),
+    *(("inkling2", {name: None}) for name in ("log_scaling_n_floor", "rms_norm_eps")),
     *(("inkling", {name: None}) for name in ("log_scaling_n_floor", "log_scaling_alpha", "route_scale")),
     *(("inkling", {name: None}) for name in ("logits_mup_width_multiplier", "rms_norm_eps")),
     ("lfm2_moe", {"norm_eps": None}),
@@ -344,6 +347,7 @@ BIASED += (
 )
 BIASED += ("kimi_k3", "sarvam_moe", "sarvam_mla", "dots1")
 BIASED += ("deepseek_v41", "longcat_flash", "k2_horizon", "axk2", "dots3_note", "muse_spark", "inkling")
+BIASED += ("inkling2",)
 
 
 @pytest.mark.parametrize("family", BIASED)
@@ -719,10 +723,43 @@ def test_mistakes_in_inkling(mistake):
     assert error_after(INKLING[mistake], "inkling") > 10 * TOLERANCE
 
 
-def test_embeddings_without_their_norm():
-    model = load_model(tiny_directory("inkling", "hub"), dtype=mx.float32)
+@pytest.mark.parametrize("family", ["inkling", "inkling2"])
+def test_embeddings_without_their_norm(family):
+    model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
     model.model.embed_tokens.pop("norm")
-    assert error(model, "inkling") > 10 * TOLERANCE
+    assert error(model, family) > 10 * TOLERANCE
+
+
+def _first_of_inputs(hc):
+    """Gives queries, keys and values the same input."""
+    if hc.inputs > 1:
+        hc.query = mx.broadcast_to(hc.query[:1], hc.query.shape)
+        hc.arrange()
+
+
+# Parts of an Inkling 2 layer that an implementation may leave out or confuse with another.
+INKLING2 = {
+    "no taps of tokens": lambda layer: _switch(
+        layer, convolution=replace(layer.self_attn.mixer.convolution, dynamic=False)
+    ),
+    "values without their norm": lambda layer: _switch(layer, value_norm=False),
+    "scores times 1 / d": lambda layer: _switch(layer, scale=1 / 32),
+    "convolutions that are not divided": lambda layer: _set_factor(layer.attn_sconv),
+    "one input of queries, keys and values": lambda layer: _first_of_inputs(layer.attn_hc),
+    "sums in a norm with the model's epsilon": lambda layer: setattr(layer.ffn_hc, "eps", 0.01),
+    "queries without a learned factor": lambda layer: _set(
+        layer.self_attn.q_norm, "weight", mx.ones(layer.self_attn.q_norm.weight.shape)
+    ),
+}
+
+
+def _set_factor(convolution):
+    convolution.factor = 1.0
+
+
+@pytest.mark.parametrize("mistake", INKLING2)
+def test_mistakes_in_inkling2(mistake):
+    assert error_after(INKLING2[mistake], "inkling2") > 10 * TOLERANCE
 
 
 # Parts of a Muse Spark layer that an implementation may leave out or place wrongly.

@@ -122,6 +122,7 @@ def plain_model(family):
                 "beam",
                 "kimi_k3",
                 "inkling",
+                "inkling2",
                 "deepseek_v41",
                 "llama4",
                 "cohere2_moe",

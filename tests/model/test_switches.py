@@ -67,6 +67,9 @@ CASES = {
     "queries that grow by a logarithm": replace(PLAIN, query_scale=QueryLog(0.7, 3)),
     "a bias by distance": replace(PLAIN, rotation=None, relative=RelativeBias(3, 5), query_scale=QueryLog(0.7, 3)),
     "a bias by distance in a window": replace(PLAIN, rotation=None, window=7, relative=RelativeBias(3, 5)),
+    "sinks of tokens and short heads": replace(
+        PLAIN, rotation=None, norm="clip", clip=2.0, relative=RelativeBias(3, 5, clip=0.5), token_sinks=True
+    ),
     "a convolution of keys and values": replace(PLAIN, convolution=ShortConvolution(128, 4)),
     "narrow values": replace(PLAIN, head_dim=96, value_dim=32, value_scale=0.5, scale=0.2),
     "values are keys": replace(PLAIN, value_is_key=True),
@@ -151,9 +154,16 @@ def convolution(x, layer):
     return sum(padded[i : i + len(x)] * tap for i, tap in enumerate(weight))
 
 
+def clipped(x, limit):
+    """Shortens heads that are longer than the limit to it (transformers, `Inkling2L2Clip`)."""
+    return x * np.minimum(limit / np.linalg.norm(x, axis=-1, keepdims=True), 1)
+
+
 def biases(layer, part, h):
     """Scores' biases [heads, L, L] by distance (transformers, `InklingRelativeLogits`)."""
     states = projected(layer.r_proj, h).reshape(len(h), part.heads, -1)
+    if part.relative.clip:
+        states = clipped(states * wide(layer.r_norm.weight), part.relative.clip)
     if part.query_scale:
         states = states * query_factors(np.arange(len(h)), part.query_scale)[:, None, None]
     profiles = np.pad(wide(layer.rel_proj), ((0, 0), (0, len(h))))
@@ -177,6 +187,8 @@ def wanted(layer, part, norm, x):
         k = normed(k.reshape(L, -1), layer.k_norm).reshape(k.shape)
     if part.norm == "head" and not part.rotates_first:
         q, k = normed(q, layer.q_norm), normed(k, layer.k_norm)
+    if part.norm == "clip":
+        q, k = clipped(q * wide(layer.q_norm.weight), part.clip), clipped(k, part.clip)
     if part.norm == "unit":
         q, k = (one / np.sqrt((one**2).mean(-1, keepdims=True) + EPS) for one in (q, k))
     if part.rotation:
@@ -197,6 +209,7 @@ def wanted(layer, part, norm, x):
         scores[:, np.tri(L, k=-part.window, dtype=bool)] = -np.inf
     weights = np.exp(scores)
     total = weights.sum(-1, keepdims=True) + (np.exp(wide(layer.sinks))[:, None, None] if part.sinks else 0)
+    total = total + (np.exp(projected(layer.sink_proj, h)).T[..., None] if part.token_sinks else 0)
     out = np.einsum("hqk,khd->qhd", weights / total, v)
     if part.output_norm:
         out = out / np.sqrt((out**2).mean(-1, keepdims=True) + EPS)
@@ -262,6 +275,8 @@ DIFFERENT += [
     {"rotation": None, "relative": RelativeBias(3, 5)},
     {"rotation": None, "relative": RelativeBias(3, 2)},
     {"query_scale": QueryLog(0.7, 3)},
+    {"rotation": None, "relative": RelativeBias(3, 5), "token_sinks": True},
+    {"rotation": None, "relative": RelativeBias(3, 5), "norm": "clip", "clip": 2.0},
     {"convolution": ShortConvolution(128, 4)},
 ]
 

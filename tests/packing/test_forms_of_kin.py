@@ -274,6 +274,33 @@ def test_experts_of_inkling_as_published_in_nvfp4(tmp_path):
     assert np.array_equal(logits(found, family), logits(wanted, family))
 
 
+def test_experts_of_inkling2_as_published_in_mxfp8(tmp_path):
+    """Rows of gate and up alternate in codes and scales, whose names have `_scale` behind those of the codes."""
+    family, rng, forms = "inkling2", np.random.default_rng(5), {}
+    theirs = {name: one for name, one in goldens.hub_tensors(family).items() if ".mlp.experts." not in name}
+    ours = {name: one for name, one in goldens.mlx_tensors(family).items() if ".switch_mlp." not in name}
+    for layer in range(5):
+        stem, path = (
+            f"model.llm.layers.{layer}.mlp.experts.",
+            f"language_model.model.llm.layers.{layer}.mlp.switch_mlp.",
+        )
+        for name, (rows, columns) in {"w13": (128, 128), "w2": (128, 64)}.items():
+            codes = rng.integers(0, 96, (9, rows, columns), np.uint8)
+            scales = rng.integers(115, 119, (9, rows, columns // 32), np.uint8)
+            theirs[f"{stem}{name}_weight"] = "F8_E4M3", codes
+            theirs[f"{stem}{name}_weight_scale"] = "F8_E8M0", scales
+            parts = {"gate": slice(0, None, 2), "up": slice(1, None, 2)} if name == "w13" else {"down": slice(None)}
+            for part, own in parts.items():
+                ours[f"{path}{part}_proj.weight"] = "U32", np.ascontiguousarray(codes[:, own]).view(np.uint32)
+                ours[f"{path}{part}_proj.scales"] = "U8", np.ascontiguousarray(scales[:, own])
+                forms[f"{path}{part}_proj"] = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
+    published = {**goldens.config(family), "quantization_config": {"quant_method": "mxfp8"}}
+    stated = {**goldens.config(family), "quantization": {"group_size": 64, "bits": 4, **forms}}
+    found = packed(write(tmp_path / "theirs", published, theirs), recipe="uniform")
+    wanted = packed(write(tmp_path / "mlx", stated, ours), recipe="uniform")
+    assert np.array_equal(logits(found, family), logits(wanted, family))
+
+
 OF_MLX_LM = ("kimi_k2", "mistral4", "minimax_m2", "glm4_moe_air", "solar_open", "qwen3_vl_moe")
 OF_MLX_LM += ("olmoe", "qwen2_moe", "afmoe", "bailing_hybrid", "kimi_k3", "granitemoehybrid", "longcat_flash")
 

@@ -46,7 +46,7 @@ FAMILIES, KIN = (
     tuple(sorted(path.name for path in folder.iterdir() if path.is_dir())) for folder in (FIXTURES, FIXTURES_OF_KIN)
 )
 TRANSPOSED = ("qwen3_vl_moe", "gpt_oss", "llama4")  # their fused experts are [E, in, out]
-INTERLEAVED = ("gpt_oss", "inkling")  # in their fused experts, rows of gate and up alternate
+INTERLEAVED = ("gpt_oss", "inkling", "inkling2")  # in their fused experts, rows of gate and up alternate
 ZERO_CENTRED = ("step3p5", "qwen4_exp", "minimax_m3_vl", "muse_spark")  # their norms are stored as weight - 1
 PLAIN_NORM = {"muse_spark": "model.language_model.norm.weight"}  # all but this one
 STACKS = {
@@ -123,6 +123,7 @@ MLX_NAMES = {
         *((".gate.weight", ".gate_weight"), (".gate.bias", ".e_score_correction_bias"), (".w2_md.", ".down_proj.")),
         (".gate.global_scale", ".global_scale"),
     ),
+    "inkling2": ((".weight_proj", ".weight_proj.weight"),),  # no package has it for MLX
     "minimax_m3_vl": ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
     **dict.fromkeys(
         ("nemotron_h", "nemotron_h_latent"),
@@ -309,7 +310,10 @@ def _kind(family, name):
     kinds = {"linear_attn.norm.weight": "norm", "norm.weight": centred, "embed_tokens.weight": "embed"}
     kinds |= {"embeddings.weight": "embed", "norm_f.weight": "norm", ".D": "norm"}
     kinds |= dict.fromkeys(("norm_key.weight", "norm_query.weight", "norm_conv.weight"), centred)
-    kinds |= {".llm.embed.weight": "embed", "sconv.weight": "conv"}
+    kinds |= {".llm.embed.weight": "embed", "sconv.weight": "conv", "static_w": "conv", "_clip.scale": "norm"}
+    kinds |= {"output_query": "embed"}
+    if "_queries." in name:
+        return "embed"
     kinds |= {"A_log": "A_log", "dt_bias": "dt_bias", "conv1d.weight": "conv", "conv.conv.weight": "conv"}
     kinds |= dict.fromkeys(INTEGERS, "integers")
     kinds |= {"sinks": "sinks", "sink_bias": "sinks", "proj_bias": "bias", "_bias": "signed_bias", ".bias": "bias"}
@@ -359,7 +363,7 @@ def skipped_tensors(family):
 def _skipped_of_kin(family):
     """Returns a layer that drafts, an image encoder if there is one, and a router's bias for images."""
     c = text_config(family)
-    if family == "inkling":
+    if family in ("inkling", "inkling2"):
         names = ("mtp.layers.0.attn.wq_du.weight", "visual.layers.linear_0.weight", "audio.encoder.weight")
         return {f"model.{name}": (128, 32) for name in names}
     root, count = _root(family), c.get("num_hidden_layers") or 2 * c["num_layers"]
@@ -438,7 +442,10 @@ def quantised_bits(family, name):
         )
     ):
         return 0
-    if name.endswith(("rel_logits_proj.proj", "global_scale")):
+    if (
+        name.endswith(("rel_logits_proj.proj", "global_scale", "static_w", "_clip.scale", "_query"))
+        or "_queries." in name
+    ):
         return 0
     if name.endswith(
         ("compress_ape", "compress_gate", "softmax_offset", "ssmax_scaling.s", "ssmax_scaling.b", "alpha")

@@ -11,9 +11,9 @@ import mlx.nn as nn
 from ...caches.traced import PLAIN, OnKernels
 from ...kinds import HeadBlocks, KeyBlocks, Rotation, Router
 from ...layers import Caches, Convolution, Linear, MixerModule, OwnExperts, RMSNorm, Stack, normed_with_weights, packed
-from ...ops.backend import AnyArray, Array, kernels_take, library_of
+from ...ops.backend import AnyArray, Array, kernels_take, library_of, of_kind
 from ...ops.convolution import convolved
-from ...ops.elementwise import GATES, gated, split
+from ...ops.elementwise import GATES, float32, gated, split
 from ...ops.entry_pool import Pool
 from ...ops.index import IndexTerms, Projections, refusal
 from ...ops.norm import Norm, UnitNorm, rms_norm
@@ -83,6 +83,26 @@ class HeadIndexer(nn.Module):
         return Projections(queries, keys, None, IndexTerms(self.k_norm, self.rope, query_norm=self.q_norm))
 
 
+class HeadClip(nn.Module):
+    """Shortens each of `heads` heads of x [B, L, heads, width] that is longer than `limit` to it, in float32; first a
+    learned factor multiplies each value, if it `scales`.
+    """
+
+    def __init__(self, heads: int, width: int, limit: float, scales: bool):
+        super().__init__()
+        self.limit = limit
+        if scales:
+            self.weight = mx.ones((heads, width))
+
+    def __call__(self, x: Array) -> AnyArray:
+        wide: AnyArray = float32(x)
+        if "weight" in self:
+            wide = wide * float32(of_kind(self.weight, x))
+        library = library_of(x)
+        length = library.sqrt((wide * wide).sum(axis=-1, keepdims=True))
+        return (wide * library.minimum(self.limit / (length + 1e-6), 1.0)).astype(x.dtype)
+
+
 class ValueExperts(nn.Module):
     """Makes a token's values by the matrices that its router chooses, which `set_experts` brings."""
 
@@ -104,6 +124,31 @@ class ValueExperts(nn.Module):
         self._compute = compute
 
 
+class StaticConvolution(Convolution):
+    """The taps of keys or values, the same for all tokens."""
+
+    def __init__(self, channels: int, taps: int, heads: int, hidden_size: int):
+        super().__init__(channels, taps)
+
+
+class DynamicConvolution(nn.Module):
+    """The taps of keys or values: `static_w` [taps, channels] for all tokens, the first for the newest input, and those
+    of a token for each head.
+    """
+
+    def __init__(self, channels: int, taps: int, heads: int, hidden_size: int):
+        super().__init__()
+        self.static_w, self.weight_proj = mx.zeros((taps, channels)), Linear(hidden_size, heads * taps)
+
+    @property
+    def weight(self) -> mx.array:
+        """As of a `Convolution`."""
+        return self.static_w[::-1].T[..., None]
+
+
+BESIDE = {"gates": "g_proj", "distances": "r_proj", "sinks": "sink_proj"}  # what reads x besides q, k and v
+
+
 class Attention(MixerModule):
     """Softmax attention of any family; its switches are `GroupedQuery`'s."""
 
@@ -123,22 +168,29 @@ class Attention(MixerModule):
         if mixer.relative is not None:
             self.r_proj = Linear(hidden_size, mixer.heads * mixer.relative.width)
             self.rel_proj = mx.zeros((mixer.relative.width, mixer.relative.extent))
+            if mixer.relative.clip is not None:
+                self.r_norm = HeadClip(mixer.heads, mixer.relative.width, mixer.relative.clip, scales=True)
+        if mixer.token_sinks:
+            self.sink_proj = Linear(hidden_size, mixer.heads)
         if mixer.convolution is not None:
-            taps = mixer.convolution.taps
-            self.k_sconv = Convolution(keys, taps)
-            self.v_sconv = Convolution(mixer.kv_heads * mixer.value_width, taps)
+            kind: Any = DynamicConvolution if mixer.convolution.dynamic else StaticConvolution
+            given = mixer.convolution.taps, mixer.kv_heads, hidden_size
+            self.k_sconv, self.v_sconv = kind(keys, *given), kind(mixer.kv_heads * mixer.value_width, *given)
         if mixer.gate_bias:
             self.gate_bias = mx.zeros((mixer.heads,))
         if mixer.sinks:
             self.sinks = mx.zeros((mixer.heads,))
         if mixer.norm in ("head", "flat"):
             by_head = mixer.norm == "head"
-            self.q_norm = RMSNorm(mixer.head_dim if by_head else queries, eps)
+            self.q_norm: Any = RMSNorm(mixer.head_dim if by_head else queries, eps)
             self.k_norm = RMSNorm(mixer.head_dim if by_head else keys, eps)
+        if mixer.norm == "clip":
+            self.q_norm = HeadClip(mixer.heads, mixer.head_dim, mixer.clip, scales=True)
+            self._key_clip = HeadClip(mixer.kv_heads, mixer.head_dim, mixer.clip, scales=False)
         self.rope = Rope(mixer.rotation) if mixer.rotation else None
         if mixer.blocks is not None and mixer.rotation is not None:
-            kind: Any = HeadIndexer if isinstance(mixer.blocks, HeadBlocks) else BlockIndexer
-            self.indexer = kind(mixer.blocks, mixer.rotation, hidden_size, eps)
+            indexer: Any = HeadIndexer if isinstance(mixer.blocks, HeadBlocks) else BlockIndexer
+            self.indexer = indexer(mixer.blocks, mixer.rotation, hidden_size, eps)
         self.arrange()
 
     def arrange(self) -> None:
@@ -146,7 +198,7 @@ class Attention(MixerModule):
         loaded.
         """
         own = {"q": self.q_proj, "k": self.k_proj} | ({"v": self.v_proj} if "v_proj" in self else {})
-        more = {name: self[layer] for name, layer in (("gates", "g_proj"), ("distances", "r_proj")) if layer in self}
+        more = {name: self[layer] for name, layer in BESIDE.items() if layer in self}
         apart: dict[str, Any] = {"v": self.value_experts} if "value_experts" in self else {}
         if "indexer" in self:
             more |= {f"index {i}": layer for i, layer in enumerate(self.indexer.layers)}
@@ -164,15 +216,17 @@ class Attention(MixerModule):
             self._taps = mx.concatenate([self.k_sconv.weight, self.v_sconv.weight])
             mx.eval(self._taps)
         self._unit, self._weights = UnitNorm(mx.ones((self.mixer.head_dim,)), self.eps), None
-        weights = [norm.weight for norm in self._norms if norm is not None]
-        if weights and self.rope is not None and "v_proj" in self:
-            self._weights = packed(*weights, self.rope.periods)
+        if self.rope is not None and "v_proj" in self:
+            weights = [norm.weight for norm in self._norms if norm is not None]
+            self._weights = packed(*weights, self.rope.periods) if weights else None
 
     @property
     def _norms(self) -> tuple[Norm | None, Norm | None]:
         """The norms of each head of queries and of keys."""
         if self.mixer.norm == "unit":
             return self._unit, self._unit
+        if self.mixer.norm == "clip":
+            return self.q_norm, self._key_clip
         return (self.q_norm, self.k_norm) if self.mixer.norm == "head" else (None, None)
 
     def set_experts(self, compute: OwnExperts) -> None:
@@ -196,15 +250,15 @@ class Attention(MixerModule):
         q, k, v = (outputs[name] for name in ("q", "k", "k" if self.mixer.value_is_key else "v"))
         mixer, heads, kv_heads = self.mixer, self.mixer.heads, self.mixer.kv_heads
         if mixer.convolution is not None:
-            inputs = library_of(k).concatenate([k, v], axis=-1)
-            k, v = split(convolved(inputs, caches[1], self._taps), k.shape[-1])
+            k, v = self._convolved(k, v, outputs, caches[1])
             joined = None
         if mixer.norm == "flat":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.reshape(B, L, n, -1) for part, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         if mixer.relative is not None:
             states = outputs["distances"].reshape(B, L, heads, -1)
-            return attend_biased(q, k, v, states, self.rel_proj, caches[0], self._terms)
+            states = self.r_norm(states) if "r_norm" in self else states
+            return attend_biased(q, k, v, states, outputs.get("sinks"), self.rel_proj, caches[0], self._terms)
         joined = joined if self._weights else None
         if mixer.blocks is not None:
             v = rms_norm(v, None, self.eps) if mixer.value_norm else v
@@ -212,6 +266,16 @@ class Attention(MixerModule):
             joined = None if mixer.value_norm else joined
             return attend_blocks(q, k, v, caches, made, mixer.blocks, self._terms, joined)
         return attend(q, k, v, caches[0], self._terms, joined)
+
+    def _convolved(self, k: AnyArray, v: AnyArray, outputs: dict[str, Any], cache: AnyCache) -> Sequence[AnyArray]:
+        """Keys and values [B, L, heads * width] behind their convolution."""
+        rule, library, more = self.mixer.convolution, library_of(k), None
+        assert rule is not None
+        if rule.dynamic:
+            own = (outputs[name].reshape(*k.shape[:2], -1, rule.taps) for name in ("k taps", "v taps"))
+            more = library.concatenate(list(own), axis=2)
+        made = convolved(library.concatenate([k, v], axis=-1), cache, self._taps, rule.factor, more)
+        return split(made, k.shape[-1])
 
     @property
     def _terms(self) -> Terms:
@@ -240,6 +304,36 @@ class Attention(MixerModule):
         return self.o_proj(out, residual=x)
 
 
+class AttentionOfInputs(Attention):
+    """Attention whose queries, keys and values have inputs of their own, side by side, each with its norm."""
+
+    def __init__(self, mixer: GroupedQuery, hidden_size: int, eps: float):
+        super().__init__(mixer, hidden_size, eps)
+        self.q_input_norm, self.k_input_norm, self.v_input_norm = (RMSNorm(hidden_size, eps) for _ in range(3))
+
+    def arrange(self) -> None:
+        super().arrange()
+        more = {name: self[layer] for name, layer in BESIDE.items() if layer in self}
+        keys, values = {"k": self.k_proj}, {"v": self.v_proj}
+        if self.mixer.convolution is not None and self.mixer.convolution.dynamic:
+            keys["k taps"], values["v taps"] = self.k_sconv.weight_proj, self.v_sconv.weight_proj
+        own: list[dict[str, Linear]] = [{"q": self.q_proj, **more}, keys, values]
+        self._own, self._names = (
+            [Stack(*layers.values()) for layers in own],
+            [name for layers in own for name in layers],
+        )
+
+    def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
+        width = x.shape[-1] // 3
+        norms = self.q_input_norm, self.k_input_norm, self.v_input_norm
+        parts = zip(self._own, split(x, width, 2 * width), norms, strict=True)
+        return [output for stack, own, of_own in parts for output in stack(own, of_own)[1]]
+
+    def _named(self, parts: Sequence[AnyArray]) -> tuple[Any, dict[str, Any]]:
+        return None, dict(zip(self._names, parts, strict=True))
+
+
 def make_module(mixer: GroupedQuery, hidden_size: int, eps: float, forms: frozenset[str]) -> nn.Module:
     """The module of a layer with this mixer, for hidden states of `hidden_size` values."""
-    return Attention(mixer, hidden_size, eps)
+    kind = Attention if mixer.inputs == 1 else AttentionOfInputs
+    return kind(mixer, hidden_size, eps)

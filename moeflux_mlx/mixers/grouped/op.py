@@ -51,7 +51,7 @@ ATTEND_APPEND = Kernel("attend_append", "k v k_weight periods eps magnitude posi
 ATTEND_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
 HEADS = 8  # queries in a threadgroup: with 256 values each they take 9 KB of its memory
 WIDEST = 256
-BIASED = 3  # scores that exist at once for one, where biases are added: two more are the biases and what is added
+OTHERWISE = 6  # arrays like the scores that exist at once, where biases and sinks of tokens are added
 APPENDING = 128  # threads that add a key and its value
 NO_TURN = (*np.zeros((2, 1, 0), np.float32), False)
 
@@ -125,23 +125,24 @@ def attend_in_parts(
     v: mx.array,
     cache: Steps,
     terms: Terms,
-    mask_of: Callable[[slice, slice, AnyArray, int], mx.array] | None = None,
+    part_of: Callable[..., mx.array] | None = None,
 ) -> mx.array:
-    """[B, L, heads, V] of prepared queries [B, heads, L, D] and keys, without the gate, in MLX's operations. `mask_of`:
-    makes what is added to a part's scores of what `in_parts` yields and the number of positions, in twice the memory of
-    scores.
+    """[B, L, heads, V] of prepared queries [B, heads, L, D] and keys, without the gate, in MLX's operations. `part_of`:
+    computes a part [B, heads, R, V] otherwise than MLX's attention, in up to `OTHERWISE` times the memory of its
+    scores, of its q, k and v, its rows, places and mask, as `in_parts` yields them, and the number of positions.
     """
     B, _, L, _ = q.shape
     k, v = cache.update_and_fetch(k, v.transpose(0, 2, 1, 3))  # [B, heads, L, D]
     parts: list[mx.array] = []
     sinks = None if terms.sinks is None else terms.sinks.astype(q.dtype)
     first = cache.offset - L if terms.chunked else None
-    at_once = q.shape[1] * (1 if mask_of is None else BIASED)
+    at_once = q.shape[1] * (1 if part_of is None else OTHERWISE)
     for rows, places, mask in in_parts(at_once, L, k.shape[2], cache.mask(L), terms.window, first):
-        mask = mask if mask_of is None else mask_of(rows, places, mask, k.shape[2])
-        part = mx.fast.scaled_dot_product_attention(
-            q[:, :, rows], k[:, :, places], v[:, :, places], scale=terms.scale, mask=mask, sinks=sinks
-        )
+        own = q[:, :, rows], k[:, :, places], v[:, :, places]
+        if part_of is None:
+            part = mx.fast.scaled_dot_product_attention(*own, scale=terms.scale, mask=mask, sinks=sinks)
+        else:
+            part = part_of(*own, rows, places, mask, k.shape[2])
         parts.append(part.transpose(0, 2, 1, 3))
         if part.shape[2] == L:  # the only one
             continue

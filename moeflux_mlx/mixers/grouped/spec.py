@@ -19,11 +19,13 @@ VALUE_ROWS = 64  # the CPU's kernels multiply so many rows of a value expert at 
 class RelativeBias:
     """What is added to a score by the distance of its positions: r . p[distance], where r, `width` values, is made of
     the query's token for each head, and p of learned rows; 0 from a distance of `extent` on (transformers,
-    `InklingRelativeLogits`). A factor of the query multiplies it too.
+    `InklingRelativeLogits`). A factor of the query multiplies it too. `clip`: each head's r, times learned numbers, is
+    shortened to this length; None: r is as it is.
     """
 
     width: int
     extent: int
+    clip: float | None = None
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,9 @@ class GroupedQuery(Mixer):
     Attributes:
         rotation: of queries and keys; None: positions are not encoded.
         norm: RMS norm of queries and keys: of each "head" (weight [head_dim]), of all heads at once ("flat", weight
-            [heads * head_dim]), of each head without a weight ("unit"), or none.
+            [heads * head_dim]), of each head without a weight ("unit"), none, or "clip".
+        clip: of the norm "clip", which shortens a longer head to this length, a query's after a learned factor of each
+            value (transformers, `Inkling2L2Clip`).
         rotates_first: whether the norms of each head take rotated queries and keys.
         bias, output_bias: whether the projections to q, k and v, and the one from the heads, add a bias.
         gate: "joined": the query projection holds, for each head, the query and then a gate whose sigmoid multiplies
@@ -47,6 +51,7 @@ class GroupedQuery(Mixer):
         chunked: whether a query sees those positions up to its own whose number divided by `window`, rounded down, is
             the same.
         sinks: whether each head has a learned logit in the softmax's denominator.
+        token_sinks: whether a projection makes such logits of each token.
         value_dim: width of a value head; None: head_dim.
         scale: of the scores; None: head_dim ** -0.5.
         value_scale: factor of the values, and so of attention's output.
@@ -58,7 +63,7 @@ class GroupedQuery(Mixer):
             Horizon's MoVA); None: one matrix makes them.
         relative: the bias of scores by distance; None: there is none.
         convolution: what keys and values, side by side, pass before their norms; None: nothing.
-        branches: as of all mixers.
+        branches, inputs: as of all mixers; several inputs are those of queries, of keys and of values.
         kv_bits: bits to which a cache rounds keys and values, 8; None: unchanged. It is not a field of config.json but
             chosen when a model is loaded.
     """
@@ -67,7 +72,7 @@ class GroupedQuery(Mixer):
     kv_heads: int
     head_dim: int
     rotation: Rotation | None
-    norm: Literal["head", "flat", "unit"] | None = "head"
+    norm: Literal["head", "flat", "unit", "clip"] | None = "head"
     bias: bool = False
     output_bias: bool = False
     gate: Literal["joined", "sigmoid", "softplus2", "sigmoid head", "softplus head"] | None = None
@@ -89,6 +94,9 @@ class GroupedQuery(Mixer):
     convolution: ShortConvolution | None = None
     branches: ShortConvolution | None = None
     output_norm: bool = False
+    inputs: int = 1
+    clip: float = 0.0
+    token_sinks: bool = False
 
     @property
     def attention(self) -> Attending:
@@ -119,10 +127,12 @@ class GroupedQuery(Mixer):
             turns_whole = self.rotation is None or self.rotation.dims == self.head_dim
             assert self.norm == "head" and self.blocks is None and turns_whole, "no such norms behind a rotation"
         if self.relative is not None:
+            assert self.inputs in (1, 3), "queries, keys and values have inputs"
             is_plain = self.rotation is None and self.gate != "joined" and self.blocks is None and not self.chunked
             assert is_plain and not self.sinks and self.norm != "flat", "no such attention with a bias by distance"
             check_width("num_attention_heads * d_rel", self.heads * self.relative.width)
             check_width("rel_extent", self.relative.extent)
+        assert self.relative is not None or not (self.token_sinks or self.inputs > 1 or self.norm == "clip")
         if self.convolution is not None:
             check_width("the convolution of keys and values", self.convolution.channels * self.convolution.taps)
         if self.blocks is not None:
@@ -185,7 +195,7 @@ class GroupedQuery(Mixer):
 
     def scores(self, tokens: int, positions: int) -> int:
         """Scores of all heads, with what is added to them."""
-        return self._pairs(tokens, positions) * (3 if self.relative else 1)
+        return self._pairs(tokens, positions) * (6 if self.relative else 1)
 
     def _pairs(self, tokens: int, positions: int) -> int:
         """How many scores there are."""
@@ -206,7 +216,7 @@ class GroupedQuery(Mixer):
         """Columns of the projections from the hidden state and back to it, without an indexer's."""
         queries = self.head_dim * (1 + (self.gate == "joined")) + self.value_width
         values = self.value_width * (self.value_experts.top_k if self.value_experts else 1)
-        of_heads = queries + (self.relative.width if self.relative else 0)
+        of_heads = queries + (self.relative.width if self.relative else 0) + self.token_sinks
         return self.heads * of_heads + self.gates + self.kv_heads * (self.head_dim + values)
 
     def attended(self, tokens: int, positions: int) -> float:
