@@ -12,7 +12,7 @@ from moeflux_mlx.text.calls.cohere import COHERE_ACTION
 from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
 from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
-from moeflux_mlx.text.calls.hunyuan import hunyuan
+from moeflux_mlx.text.calls.hunyuan import K2_HORIZON, hunyuan
 from moeflux_mlx.text.calls.hunyuan_a13b import HUNYUAN_A13B
 from moeflux_mlx.text.calls.invoke import MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
@@ -442,6 +442,17 @@ def test_calls_in_a_list():
             events = read(text, HUNYUAN_A13B, cuts)
             assert text_of(events).strip() == "Let me see." and calls_of(events) == wanted
     assert calls_of(read(f"<tool_calls>[{one}", HUNYUAN_A13B)) == wanted[:1]
+
+
+def test_calls_of_k2_horizon_in_json():
+    """As vLLM's `k2_horizon_tool_parser.py` takes them."""
+    one = '<ifm|tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</ifm|tool_call>\n'
+    other = '<ifm|tool_call>{"name": "get_time", "arguments": {}}</ifm|tool_call>'
+    for text in (f"A<ifm|tool_calls>\n{one}{other}\n</ifm|tool_calls>", f"A{one}{other}"):
+        for cuts in ((), range(len(text))):
+            events = read(text, K2_HORIZON, cuts)
+            assert text_of(events) == "A"
+            assert calls_of(events) == [("get_weather", {"city": "Oslo"}), ("get_time", {})]
 
 
 def test_several_calls_in_one_section():

@@ -16,13 +16,15 @@ the name from the first pair:
     <ifm|arg_value>Oslo</ifm|arg_value>
     </ifm|tool_call>
     </ifm|tool_calls>
+
+A call may also be an object in JSON with name and arguments (vLLM's `k2_horizon_tool_parser.py`, format json).
 """
 
 from functools import lru_cache
 
 from .call import Call
 from .dialect import Dialect, behind
-from .json_form import arguments_before
+from .json_form import arguments_before, qwen_json
 from .steps import Parsing, literal, optional, skip_space
 from .tagged import parameters
 from .tags import Tags
@@ -50,7 +52,11 @@ def _in_section(name: str, prefix: str, suffix: str, separator: str = "", json_e
 
     def one(call: Call) -> Parsing[str]:
         """Parses the text after `<tool_call>`."""
-        call.start((yield from bare_name((yield from skip_space()))))
+        char = yield from skip_space()
+        if char == "{":
+            rest = yield from qwen_json(call, call_end)
+            return rest or (yield from optional(end, (yield)))
+        call.start((yield from bare_name(char)))
         held = yield from literal([*filter(None, [separator]), key[0], call_end], "<")
         if held == separator:
             held = yield from skip_space()
