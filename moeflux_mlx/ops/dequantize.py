@@ -10,7 +10,7 @@ from ..quant import TABLE
 from . import backend
 from .backend import FLOATS
 from .forms import DTYPES, code_number, form_of, unpacked_float32
-from .launch import Kernel, Launch, Reason, Shape, ceildiv, require
+from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, require
 from .records import ONE_ARRAY, RecordArrays, Records, check_blob, is_read, places_of, unread_reason, words_of
 from .tiles import planned, tile_of
 
@@ -59,7 +59,7 @@ def plan(
     require(len(slots) == 1 and slots[0] > 0, f"slots are {slots}; expected [n]")
     require(dtype in FLOATS, f"dtype is {dtype}; the kernel writes float32, bfloat16 or float16")
     if target == "ops" or not is_read(record):
-        return unread_reason(record)
+        return NO_KERNELS if target == "ops" else unread_reason(record)
     matrices = (record.down,) if which else record.firsts
     first, last = matrices[0], matrices[-1]
     count, rows, columns = len(matrices), first.rows, first.columns

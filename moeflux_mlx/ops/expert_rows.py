@@ -17,7 +17,7 @@ from ..kinds import FORMS
 from . import backend
 from .backend import FLOATS
 from .forms import form_of
-from .launch import Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
+from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
 from .records import ONE_ARRAY, RecordArrays, Records, biases_of, check_blob, is_read, places_of, unread_reason
 from .tiles import planned, tile_of
 
@@ -118,7 +118,7 @@ def plan_rows(
     taken = FLOATS if target == "metal" else (mx.bfloat16, mx.float16)
     require(dtype in taken, f"x is {dtype}; the kernel multiplies {' and '.join(str(one) for one in taken)}")
     if target == "ops" or not is_read(record):
-        return unread_reason(record)
+        return NO_KERNELS if target == "ops" else unread_reason(record)
     first, last = (record.down, record.down) if is_last else (record.gate, record.up)
     require(pairs * max(first.rows, first.columns) < 1 << 32, f"{pairs} rows are more than 32 bits can number")
     form, activation = form_of(first), record.activation

@@ -24,6 +24,7 @@ from .forms import DTYPES, Form, form_of, matmul_float32
 from .launch import (
     LEAST_ELEMENTS,
     MOST_THREADS,
+    NO_KERNELS,
     ArrayPiece,
     Input,
     Kernel,
@@ -393,6 +394,8 @@ def _check_slots(blob: Shape, slots: Shape, tokens: int, record: Record, least: 
 
 def _no_launch(target: str, record: Record, top_k: int) -> Reason | None:
     """Why no kernel computes this number of experts per token."""
+    if target == "ops":
+        return NO_KERNELS
     if top_k > MAX_SLOTS:
         return Reason(f"a token has {top_k} experts, more than {MAX_SLOTS}")
     return None if is_read(record) else unread_reason(record)

@@ -16,7 +16,7 @@ from . import backend, native
 from .backend import FLOATS, AnyArray, Array, kernels_take, view
 from .elementwise import split
 from .forms import MULTIPLE, Form, factors, is_read, matmul_float32, settings, unpacked, unpacked_float32
-from .launch import LEAST_ELEMENTS, Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
+from .launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
 from .matrix import Weights, dequantized, each_part, inputs_of, part_of_heads, parts_of, rows_of
 from .norm import Norm
 from .observe import observe
@@ -272,6 +272,8 @@ def plan(
     codes, values = quant.words(columns), quant.of_part(quant.parts[1], columns, FLOAT)[0]
     good = w == (rows, codes) and scales == (rows, values)
     require(good, f"w is {w}, scales {scales}; expected [O, {codes}] and [O, {values}]")
+    if target == "ops":
+        return NO_KERNELS
     if rows * quant.fewest(columns) < LEAST_ELEMENTS:
         return Reason(f"{rows * quant.fewest(columns)} scales are fewer than {LEAST_ELEMENTS}")
     chunks = form.chunks(columns)
