@@ -160,8 +160,8 @@ def planned(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """`functools.lru_cache` for a function that calls `tile_of`: each choice of tiles has its own results, which are
     freed with it. It takes arguments by position only. If the first is a backend without kernels, the result is
-    `NO_KERNELS`, unless the function checks its arguments `everywhere`. `operation`: the name under which users see the
-    function's reasons.
+    `NO_KERNELS`; a function that checks its arguments `everywhere` is called there too, and returns that itself.
+    `operation`: the name under which users see the function's reasons.
     """
 
     def decorate(make: Callable[P, R]) -> Callable[P, R]:
