@@ -312,27 +312,24 @@ class ScaledNorm(nn.Module):
 class WeighedParts(nn.Module):
     """Adds a part's output to the stream as `WeighedSum` says; `has_scale`: it is multiplied by a weight first."""
 
-    kept_float32: ClassVar[tuple[str, ...]] = ("sum_gate",)
+    kept_float32: ClassVar[tuple[str, ...]] = ("part_weight",)
 
     def __init__(self, dims: int, rule: WeighedSum, has_scale: bool):
         super().__init__()
-        self.rule, self.sum_gate = rule, mx.zeros((dims,))
+        self.rule, self.part_weight = rule, mx.zeros((dims,))
         if has_scale:
             self.norm = ScaledNorm(dims, rule.eps)
         self.arrange()
 
     def arrange(self) -> None:
-        """Makes the weights of stream and part; called again once the gate has its values."""
-        gate = self.sum_gate.astype(mx.float32) / self.rule.temperature
-        part = mx.sigmoid(gate)
-        stream = mx.sqrt(mx.maximum(mx.sigmoid(-gate) * (1 + part), self.rule.least))
-        mx.eval(stream, part)
-        self._weights = stream, part
+        """Makes the weights of the stream; called again once those of the part have their values."""
+        part = self.part_weight
+        self._stream_weight = mx.sqrt(mx.maximum((1 - part) * (1 + part), self.rule.least))
+        mx.eval(self._stream_weight)
 
     def __call__(self, h: Array, made: Array) -> AnyArray:
         normed: AnyArray = self.norm(made) if "norm" in self else rms_norm(made, None, self.rule.eps)
-        of_stream, of_part = self._weights
-        joined: AnyArray = scaled(h, of_stream) + scaled(normed, of_part)
+        joined: AnyArray = scaled(h, self._stream_weight) + scaled(normed, self.part_weight)
         return joined.astype(h.dtype)
 
 

@@ -21,6 +21,7 @@ UNUSED_ENDING = (
     *(".rotary_emb.inv_freq", "activation_scale", ".input_scale", ".input_global_scale"),
     *(".k_scale", ".v_scale"),  # of keys and values in 8 bits
     *(".gate.bias_vl", ".e_score_correction_bias_vl"),  # of DeepSeek's routers, for images
+    *(".add_attn_alpha", ".add_ffn_alpha"),  # of Muse Spark's sums, which follow from the other weights
 )
 
 Renames = Iterable[tuple[str, str]]  # parts of names that stand for others, as (theirs, the model's)
