@@ -5,7 +5,7 @@ norm.
 from dataclasses import replace
 
 from ..files import JsonDict
-from ..kinds import Residual, WeighedSum
+from ..kinds import LayerSpec, Residual, WeighedSum
 from ..mixers.grouped.spec import GroupedQuery
 from .deepseek import RENAMES as OF_DEEPSEEK
 from .fields import (
@@ -13,6 +13,7 @@ from .fields import (
     SLIDING,
     Family,
     Fields,
+    FusedRows,
     after_dense_layers,
     common,
     experts,
@@ -23,6 +24,7 @@ from .fields import (
     out_of_range,
     scale,
 )
+from .fused_rows import grouped_rows
 
 # Of transformers' class, where the published file leaves a field out.
 USUAL = {
@@ -75,11 +77,25 @@ def _turning(read: Fields, mixer: GroupedQuery, usual: list[bool]) -> list[bool]
 RENAMES = (
     *((".self_attn.gate_proj.", ".self_attn.g_proj."), (".pre_feedforward_layernorm.", ".post_attention_layernorm.")),
     (".post_feedforward_layernorm.", ".output_sum.norm."),
-    (".post_attention_residual_gate.gate", ".mixer_sum.sum_gate"),
-    (".post_feedforward_residual_gate.gate", ".output_sum.sum_gate"),
+    *((".post_attention_residual_gate.gate", ".mixer_sum.part_gate"), (".add_attn_beta", ".mixer_sum.part_weight")),
+    *((".post_feedforward_residual_gate.gate", ".output_sum.part_gate"), (".add_ffn_beta", ".output_sum.part_weight")),
     *((".mlp.experts.post_expert_norm.", ".mlp.expert_norm."), (".mlp.pre_expert_norm.", ".mlp.latent_input_norm.")),
     *((".mlp.pre_expert_proj.", ".mlp.fc1_latent_proj."), (".mlp.post_expert_proj.", ".mlp.fc2_latent_proj.")),
     *OF_DEEPSEEK,
 )
 ZERO_CENTRED = ("input_layernorm", "post_attention_layernorm", "output_sum.norm", "expert_norm", "latent_input_norm")
-FAMILIES = {"muse_spark": Family(_muse_spark, ZERO_CENTRED, RENAMES)}
+
+
+def _joined_attention(spec: LayerSpec, layer: int, shards: int) -> FusedRows:
+    """As mlx-lm joins it: queries, keys, values and gates, of which queries and keys have rows that pair neighbours."""
+    mixer, stem = spec.mixer, f"model.layers.{layer}.self_attn."
+    if not isinstance(mixer, GroupedQuery) or shards > 1:
+        return {}
+    widths = [count * mixer.head_dim for count in (mixer.heads, mixer.kv_heads, mixer.kv_heads, mixer.heads)]
+    q, k, v, g = grouped_rows(1, widths)
+    q, k = (rows.reshape(-1, mixer.head_dim // 2, 2).swapaxes(1, 2).reshape(-1) for rows in (q, k))
+    parts = (("q_proj", q), ("k_proj", k), ("v_proj", v), ("g_proj", g))
+    return {f"{stem}qkvg_proj": tuple((stem + name, rows) for name, rows in parts)}
+
+
+FAMILIES = {"muse_spark": Family(_muse_spark, ZERO_CENTRED, RENAMES, fused_rows=_joined_attention)}

@@ -22,6 +22,7 @@ UNUSED_ENDING = (
     *(".k_scale", ".v_scale"),  # of keys and values in 8 bits
     *(".input_amax", ".original_shape"),  # what ModelOpt measured, and the shape of what it rounded
     *(".gate.bias_vl", ".e_score_correction_bias_vl"),  # of DeepSeek's routers, for images
+    *(".add_attn_alpha", ".add_ffn_alpha"),  # of Muse Spark's sums, which follow from the other weights
 )
 
 Renames = Iterable[tuple[str, str]]  # parts of names that stand for others, as (theirs, the model's)

@@ -11,10 +11,10 @@ FeedForward = Dense | Experts
 
 @dataclass(frozen=True)
 class WeighedSum:
-    """Adds a part to the stream with weights for both: a h + b norm(part). A learned gate g of each value of the stream
-    makes b = sigmoid(g / temperature) and a = sqrt(max(1 - b^2, `least`)) (transformers, `MuseSparkResidualGate`).
-    `eps`: epsilon of the norm. The mixer's output is normed without a weight, that of the feed-forward part is
-    multiplied by a weight before it is normed.
+    """Adds a part to the stream with weights for both: a h + b norm(part), where a = sqrt(max(1 - b^2, `least`)). Each
+    value of the stream has its own b, as which a checkpoint may store a gate g: b = sigmoid(g / temperature)
+    (transformers, `MuseSparkResidualGate`). `eps`: epsilon of the norm. The mixer's output is normed without a weight,
+    that of the feed-forward part is multiplied by a weight before it is normed.
     """
 
     temperature: float

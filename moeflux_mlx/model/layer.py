@@ -13,7 +13,7 @@ from ..experts.routing import FromTables, Pieces, RoutedExpertsCall, as_share
 from ..experts.source import ExpertLoader
 from ..experts.values import ValuesOf
 from ..kinds import Experts
-from ..layers import BranchConvolution, Caches, MixerModule, OutputNorm, WeighedParts, norm_of
+from ..layers import BranchConvolution, Caches, MixerModule, OutputNorm, norm_of
 from ..mixers.registry import module_of
 from ..ops import backend
 from ..ops.backend import AnyArray, Array
@@ -31,6 +31,7 @@ from .residual import (
     OneStream,
     ResidualWay,
     SeveralStreams,
+    WeighedParts,
     WeighedStream,
 )
 from .span import MIXER_SHARE, Span

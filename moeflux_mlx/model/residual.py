@@ -6,8 +6,14 @@ and with what it kept of them it adds the part's output.
 
 from typing import Any, ClassVar
 
-from ..layers import BranchConvolution, Caches, MixerModule, OutputNorm, RMSNorm, WeighedParts
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..kinds import WeighedSum
+from ..layers import BranchConvolution, Caches, MixerModule, OutputNorm, RMSNorm, ScaledNorm
 from ..ops.backend import AnyArray, Array
+from ..ops.elementwise import scaled
+from ..ops.norm import rms_norm
 from ..ops.seen import Chosen
 
 
@@ -76,6 +82,30 @@ class ConvolvedStream(OneStream):
 
     def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
         return kept[0] + out
+
+
+class WeighedParts(nn.Module):
+    """Adds a part's output to the stream as `WeighedSum` says; `has_scale`: it is multiplied by a weight first."""
+
+    kept_float32: ClassVar[tuple[str, ...]] = ("part_weight",)
+
+    def __init__(self, dims: int, rule: WeighedSum, has_scale: bool):
+        super().__init__()
+        self.rule, self.part_weight = rule, mx.zeros((dims,))
+        if has_scale:
+            self.norm = ScaledNorm(dims, rule.eps)
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Makes the weights of the stream; called again once those of the part have their values."""
+        part = self.part_weight
+        self._stream_weight = mx.sqrt(mx.maximum((1 - part) * (1 + part), self.rule.least))
+        mx.eval(self._stream_weight)
+
+    def __call__(self, h: Array, made: Array) -> AnyArray:
+        normed: AnyArray = self.norm(made) if "norm" in self else rms_norm(made, None, self.rule.eps)
+        joined: AnyArray = scaled(h, self._stream_weight) + scaled(normed, self.part_weight)
+        return joined.astype(h.dtype)
 
 
 class WeighedStream(NormedApart):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..layers import Convolution, WeighedParts, Weight
+from ..layers import Convolution, Weight
 from ..mixers.registry import KEPT_FLOAT32 as OF_MIXERS
 from ..mixers.registry import USUAL
 from ..ops import backend
@@ -23,6 +23,7 @@ from ..spec import ModelArgs
 from .decoder import Model
 from .head import DraftHead
 from .moe import MoE
+from .residual import WeighedParts
 from .streams import Connection, NormedBlockSum
 
 # By names alone: sizes in memory are known of files without a model.

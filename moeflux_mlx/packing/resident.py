@@ -245,7 +245,10 @@ def _plain_source(
 
     Raises ModelFileError: missing, or neither the model's shape nor Hugging Face's form of it.
     """
-    stored, shape = part.stored if part else name, ours.plain[name]
+    stored, shape, weighed = part.stored if part else name, ours.plain[name], args.layers[0].residual.weighed
+    gate = name.replace(".part_weight", ".part_gate")
+    is_gate = weighed is not None and gate != name and gate in tensors
+    stored = gate if is_gate else stored
     if stored not in tensors:
         raise ModelFileError(f"tensor {stored} is missing")
     tensor = tensors[stored]
@@ -268,7 +271,8 @@ def _plain_source(
             f"the model needs floats {list(wanted)}"
         )
     rows = part.rows if part else np.arange(*shape) if longer else None
-    return PlainSource(name, tensor, centred and is_zero_centred(args, name), convolution, rows)
+    temperature = weighed.temperature if weighed and is_gate else None
+    return PlainSource(name, tensor, centred and is_zero_centred(args, name), convolution, rows, temperature)
 
 
 def _table_source(name: str, shape: tuple[int, ...], tensor: Tensor) -> TableSource:

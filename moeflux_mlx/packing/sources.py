@@ -60,7 +60,7 @@ def read_all(sources: Iterable[Source]) -> dict[str, mx.array]:
 @dataclass(frozen=True)
 class PlainSource:
     """A tensor that is never quantised: norm, convolution, decay rate, router bias; `rows` are its own if it is stored
-    with others.
+    with others. `temperature`: it is stored as what the sigmoid of a quotient with this number makes; None: as it is.
     """
 
     name: str
@@ -68,6 +68,7 @@ class PlainSource:
     centred: bool = False
     convolution: bool = False
     rows: np.ndarray | None = None
+    temperature: float | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -80,7 +81,8 @@ class PlainSource:
             shape = (len(self.rows), *shape[1:])
         if self.convolution:
             shape = (shape[0], shape[2], shape[1])
-        return (WrittenTensor(self.name, "F32" if self.centred else self.tensor.dtype, shape),)
+        widens = self.centred or self.temperature is not None
+        return (WrittenTensor(self.name, "F32" if widens else self.tensor.dtype, shape),)
 
     def arrays(self) -> Iterator[mx.array]:
         values = finite(self.tensor, self.tensor.read())
@@ -88,6 +90,8 @@ class PlainSource:
             values = values[mx.array(self.rows)]
         if self.centred:
             values = add_one(values)
+        if self.temperature is not None:
+            values = mx.sigmoid(values.astype(mx.float32) / self.temperature)
         yield channels_first(values) if self.convolution else values
 
 

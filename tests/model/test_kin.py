@@ -273,7 +273,7 @@ IGNORED = [
     *(("dots3_note", {name: value}) for name, value in (("rms_norm_eps", None), ("routed_scaling_factor", None))),
     *(("muse_spark", {name: value}) for name, value in (("sliding_window", 8), ("qk_scale_factor", 2.6))),
     *(("muse_spark", {name: value}) for name, value in (("post_norm_eps", 1e-8), ("rms_norm_eps", None))),
-    *(("muse_spark", {name: 0.8}) for name in ("residual_gate_temperature", "output_multiplier")),
+    ("muse_spark", {"output_multiplier": 0.8}),
     ("muse_spark", {"routed_scaling_factor": 1}),
     ("muse_spark", {"layer_rope_theta": [500.0] * 4}),
     ("muse_spark", {"final_logit_softcapping": 4.0}),

@@ -1,6 +1,7 @@
 """Families made of other families' parts, in the forms that publishers and mlx-lm write."""
 
 import json
+from types import SimpleNamespace
 
 import goldens
 import mlx.core as mx
@@ -321,6 +322,25 @@ def test_what_mlx_lm_makes_of_the_published_form(tmp_path, family):
     found = logits(tmp_path / "source", family)
     assert np.abs(found - wanted).max() < TOLERANCE
     assert np.array_equal(logits(packed(tmp_path / "source"), family), found)
+
+
+def test_what_mlx_lm_makes_of_muse_spark(tmp_path):
+    """It joins attention's matrices, lets their rows pair neighbours, makes weights of gates, and adds norms' one."""
+    module = pytest.importorskip("mlx_lm.models.muse_spark", reason="mlx-lm needs Python 3.11")
+    family, dtypes = "muse_spark", {"BF16": mx.bfloat16, "F32": mx.float32}
+    theirs = SimpleNamespace(args=SimpleNamespace(vision=None, text=SimpleNamespace(head_dim=32)))
+    floats = {n: mx.array(goldens.as_float(t)).astype(dtypes[t[0]]) for n, t in goldens.hub_tensors(family).items()}
+    with on_cpu():
+        made = module.Model.sanitize(theirs, floats)
+        (tmp_path / "mlx").mkdir()
+        mx.save_safetensors(str(tmp_path / "mlx" / "model.safetensors"), made)
+    (tmp_path / "mlx" / "config.json").write_text(json.dumps(goldens.config(family)))
+    assert any(name.endswith("qkvg_proj.weight") for name in made) and not set(floats) <= set(made)
+    warmer, tensors = goldens.config(family), goldens.hub_tensors(family)
+    warmer["text_config"]["residual_gate_temperature"] = 0.5
+    published, other = (write(tmp_path / n, c, tensors) for n, c in (("a", goldens.config(family)), ("b", warmer)))
+    wanted, changed = (logits(packed(path), family) for path in (published, other))
+    assert np.array_equal(logits(packed(tmp_path / "mlx"), family), wanted) and not np.allclose(changed, wanted, 0.01)
 
 
 def test_a_correction_bias_that_mlx_lm_leaves_out(tmp_path):
