@@ -52,15 +52,7 @@ KNOWN_AS = {"kimi_k2": "deepseek_v3"}  # family -> its name in transformers
 OTHER_PARTS = ("model.visual.", "vision_model.", "vit_large_projector.", "model.vision_model.", "model.multi_modal_")
 OTHER_PARTS += ("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm.")
 OTHER_PARTS += ("vit.", "vision_tower.", "multi_modal_projector.", "patch_merge_mlp.", "model.vision_tower.")
-OTHER_PARTS += ("audio_encoder.", "model.audio_tower.", "model.vision_adapter.", "model.vision_projection.")
-OTHER_PARTS += (
-    "vit.",
-    "vision_tower.",
-    "model.audio",
-    "multi_modal_projector.",
-    "patch_merge_mlp.",
-    "model.vision_tower.",
-)
+OTHER_PARTS += ("audio_encoder.", "model.audio", "model.vision_adapter.", "model.vision_projection.")
 FIRST = {"mistral4": 8172, "beam": 600}  # position of the first token, if it is not 0
 # Lengths of texts that differ from the default.
 LENGTHS = dict.fromkeys(
@@ -68,8 +60,7 @@ LENGTHS = dict.fromkeys(
 )
 LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80, "lfm2_moe": 64, "bailing_hybrid": 64, "kimi_linear": 64}
 LENGTHS |= {"kimi_k3": 64, "deepseek_v41": 40, "granitemoehybrid": 64, "llama4": 64}
-LENGTHS |= {"mistral_large4": 64, "axk2": 64, "dots3_note": 64, "muse_spark": 64}
-LENGTHS |= {"mistral_large4": 64, "inkling": 64}
+LENGTHS |= {"mistral_large4": 64, "axk2": 64, "dots3_note": 64, "muse_spark": 64, "inkling": 64}
 # What routers with a correction bias add it to, if not to sigmoids.
 SCORES = {"Kolibri1TopKRouter": lambda logits: logits, "Ernie4_5_MoeTopKRouter": lambda logits: logits.softmax(-1)}
 ENDS = {"qwen4_exp": (12, 13, 41)}  # places of the token that ends a text, where n-grams begin anew
