@@ -37,10 +37,10 @@ from .quant import Quantization, of_packed
 class ModelArgs:
     """The description of a model: a few sizes under their Hugging Face names, and its layers.
 
-    `draft_head` is the layer of the draft head, if one is loaded. `embedding_scale` multiplies embeddings; if
-    `embedding_norm`, they are normed, without a weight. `is_tied`:
-    logits are products with the embeddings' matrix. `logit_scale` multiplies logits. `logit_softcap`: their limit,
-    applied like `Router.softcap`; None: no limit. `norms_embeddings`: embeddings have a norm of their own.
+    `draft_head` is the layer of the draft head, if one is loaded. `embedding_scale` multiplies embeddings.
+    `embedding_norm`: embeddings are normed, without a weight ("unit") or with a learned one; None: they are not.
+    `is_tied`: logits are products with the embeddings' matrix. `logit_scale` multiplies logits. `logit_softcap`: their
+    limit, applied like `Router.softcap`; None: no limit.
 
     The properties that have names of Hugging Face's fields are read from the layers; those about attention are the
     first attention layer's.
@@ -59,8 +59,7 @@ class ModelArgs:
     is_tied: bool = False
     logit_softcap: float | None = None
     logit_scale: float = 1.0
-    norms_embeddings: bool = False
-    embedding_norm: bool = False
+    embedding_norm: Literal["unit", "learned"] | None = None
 
     @property
     def last_matrix(self) -> str:

@@ -60,7 +60,7 @@ def _inkling(read: Fields) -> JsonDict:
         "vocab_size": read.count("unpadded_vocab_size", fields["vocab_size"], most=fields["vocab_size"]),
         "layers": tuple(map(_scaled, made)),
         "logit_scale": 1 / multiplier,
-        "norms_embeddings": True,
+        "embedding_norm": "learned",
     }
 
 

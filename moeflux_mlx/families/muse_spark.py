@@ -58,7 +58,7 @@ def _muse_spark(read: Fields) -> JsonDict:
     return {
         **common(read, eps=1e-5),
         "layers": layers(read, mixers, moe, after_dense_layers(read), residual),
-        "embedding_norm": True,
+        "embedding_norm": "unit",
         "logit_scale": multiplier,
         "logit_softcap": scale(read, "final_logit_softcapping"),
     }

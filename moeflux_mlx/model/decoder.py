@@ -47,7 +47,7 @@ class Decoder(nn.Module):
 
     def __init__(self, args: ModelArgs, experts: RoutedExpertsCall | None, forms: frozenset[str]):
         super().__init__()
-        eps = args.rms_norm_eps if args.norms_embeddings else None
+        eps = args.rms_norm_eps if args.embedding_norm == "learned" else None
         self.embed_tokens = Embedding(args.vocab_size, args.hidden_size, eps)
         self.layers: list[Any] = [DecoderLayer(args, i, experts, forms) for i in range(args.num_hidden_layers)]
         connections = args.connections
@@ -391,7 +391,7 @@ class Model(nn.Module):
     def _embed(self, tokens: mx.array) -> AnyArray:
         h = self.model.embed_tokens(backend.enter(tokens, self.activation_dtype) if self.suits_cpu else tokens)
         h = backend.as_dtype(h, self.activation_dtype)  # mxfp4 has none of its own
-        h = rms_norm(h, None, self.args.rms_norm_eps) if self.args.embedding_norm else h
+        h = rms_norm(h, None, self.args.rms_norm_eps) if self.args.embedding_norm == "unit" else h
         return h if self.args.stream_scale == 1.0 else h * self.args.stream_scale
 
     @property

@@ -201,7 +201,7 @@ class Reach:
 
     def queued(self, mac: Mac, hits: float) -> tuple[float, float]:
         """Tokens per second, about, where experts are streamed and this share of the layers has all of them in memory:
-        if the host waits for each choice, and if layers are queued ahead of it (`queued_reach`).
+        if the host waits for each choice, and if layers are queued ahead of it (`token_seconds`).
         """
         gpu = self.token / mac.bandwidth / BANDWIDTH_SHARE + self.launches(True) * LAUNCH_SECONDS
         read = self.routed / sum(self.args.router_of(number).top_k for number in self.layout.records) / mac.disk

@@ -52,15 +52,7 @@ KNOWN_AS = {"kimi_k2": "deepseek_v3"}  # family -> its name in transformers
 OTHER_PARTS = ("model.visual.", "vision_model.", "vit_large_projector.", "model.vision_model.", "model.multi_modal_")
 OTHER_PARTS += ("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm.")
 OTHER_PARTS += ("vit.", "vision_tower.", "multi_modal_projector.", "patch_merge_mlp.", "model.vision_tower.")
-OTHER_PARTS += ("audio_encoder.", "model.audio_tower.", "model.vision_adapter.", "model.vision_projection.")
-OTHER_PARTS += (
-    "vit.",
-    "vision_tower.",
-    "model.audio",
-    "multi_modal_projector.",
-    "patch_merge_mlp.",
-    "model.vision_tower.",
-)
+OTHER_PARTS += ("audio_encoder.", "model.audio", "model.vision_adapter.", "model.vision_projection.")
 FIRST = {"mistral4": 8172, "beam": 600}  # position of the first token, if it is not 0
 # Lengths of texts that differ from the default.
 LENGTHS = dict.fromkeys(

@@ -25,7 +25,8 @@ import json, os, runpy, sys, tempfile
 import moeflux_mlx
 try:
     import moeflux_mlx.opening.engine, moeflux_mlx.formats.hub, moeflux_mlx.text.tokenizer, moeflux_mlx.cli.run
-    import moeflux_mlx.calibration.convert, moeflux_mlx.cli.diagnosis, moeflux_mlx.cli.serving, moeflux_mlx.tools.tuning
+    import moeflux_mlx.calibration.calibrated, moeflux_mlx.cli.diagnosis, moeflux_mlx.cli.serving
+    import moeflux_mlx.tools.tuning
 except ImportError:
     pass  # MLX is missing
 

@@ -795,7 +795,7 @@ def test_mistakes_in_muse_spark(mistake):
 
 def test_embeddings_that_are_not_normed():
     model = load_model(tiny_directory("muse_spark", "hub"), dtype=mx.float32)
-    model.args = replace(model.args, embedding_norm=False)
+    model.args = replace(model.args, embedding_norm=None)
     assert error(model, "muse_spark") > 10 * TOLERANCE
 
 
