@@ -43,7 +43,7 @@ from .packing.tables import SMALL_GROUP
 from .planning.budget import Planner, plan_memory
 from .planning.demand import Demand
 from .planning.expert_io import from_environment
-from .planning.forecast import TokenWork, expected, in_memory
+from .planning.forecast import TokenWork, expected, uniform
 from .planning.kv_bits import keeping, state_lines
 from .planning.machine import default_dtype, in_gb
 from .planning.memory_plan import MemoryPlan
@@ -232,8 +232,7 @@ def forecast_lines(plan: MemoryPlan, work: TokenWork, disk: int) -> list[str]:
     made = expected(plan, work, rates)
     lines = [f"forecast: {made} tokens/s in a text, {made.middle:.3g} in the middle"]
     if plan.pool:
-        uniform = expected(plan, work, rates, in_memory(plan, work))
-        lines.append(f"forecast if a router uses all experts equally often: {uniform}")
+        lines.append(f"forecast if a router uses all experts equally often: {uniform(plan, work, rates)}")
     return lines
 
 

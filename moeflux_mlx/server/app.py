@@ -141,8 +141,8 @@ async def _change(served: Served, http: HttpRequest, asked: Request) -> None:
         served.models.release(asked.model)
         return
     with served.models.places.take(client_of(http)):
-        async with served.model(http, asked.model):
-            pass
+        async with served.model(http, asked.model) as loaded:
+            loaded.is_released = False
 
 
 async def _whole(

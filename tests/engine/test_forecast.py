@@ -15,7 +15,16 @@ from moeflux_mlx.ops import native
 from moeflux_mlx.planning.breath import Breath
 from moeflux_mlx.planning.budget import plan_memory
 from moeflux_mlx.planning.demand import Demand
-from moeflux_mlx.planning.forecast import Forecast, TokenWork, expected, forecast, hits_in_texts, in_memory, share_of
+from moeflux_mlx.planning.forecast import (
+    Forecast,
+    TokenWork,
+    expected,
+    forecast,
+    hits_in_texts,
+    in_memory,
+    share_of,
+    uniform,
+)
 from moeflux_mlx.planning.machine import Figures
 from moeflux_mlx.planning.needs import state_bytes
 from moeflux_mlx.planning.pressure import PoolLimit
@@ -70,6 +79,8 @@ def test_a_gpu_reads_experts_from_the_hosts_memory():
     assert expected(both, work, rates) == forecast(work, rates, share, 1.0, 1 - hits_in_texts(share))
     assert expected(both, work, rates).low > expected(made, work, rates).high
     assert in_memory(both, work) == 1 and in_memory(made, work) == share
+    assert uniform(both, work, rates) == forecast(work, rates, share, 1.0, 1 - share)
+    assert uniform(made, work, rates) == forecast(work, rates, share, share, 0.0)
 
 
 def test_attention_takes_longer_where_it_computes():

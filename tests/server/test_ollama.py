@@ -124,6 +124,22 @@ def test_a_request_without_a_text_loads_or_unloads_the_model():
             client.generate("c")
 
 
+def test_a_request_to_load_recalls_an_earlier_one_to_unload():
+    loads = Loads("a")
+    with (
+        Live(loads.of) as live,
+        client_library.Client(host=live.url) as client,
+        ThreadPoolExecutor(1) as clients,
+    ):
+        loads.may_answer.clear()
+        running = clients.submit(client.chat, "a", HI)
+        wait_for(lambda: live.worker.state.running)
+        assert [client.chat("a", [], keep_alive=time).done_reason for time in (0, "5m")] == ["unload", "load"]
+        loads.may_answer.set()
+        assert running.result().message.content == "a"
+        assert [client.chat("a", HI).message.content for _ in range(2)] == ["a", "a"] and loads.order == ["a"]
+
+
 def test_clients_see_the_models(live, client):
     (model,) = client.list().models
     assert model.model == "tiny" and model.modified_at.year >= 2026
