@@ -116,7 +116,7 @@ def _inkling2(read: Fields) -> JsonDict:
         "vocab_size": read.count("unpadded_vocab_size", 200058, most=fields["vocab_size"]),
         "layers": layers(read, mixers, moe, range(len(mixers)), Residual(connections=sums, convolved=True)),
         "logit_softcap": read.number("final_logit_softcapping", least=1e-3, most=1e6),
-        "norms_embeddings": True,
+        "embedding_norm": "learned",
     }
 
 
