@@ -60,7 +60,8 @@ class MoefluxWarning(RuntimeWarning):
 def warn(message: str) -> None:
     """Shows a `MoefluxWarning` at the line that has called this package."""
     frames = enumerate(traceback.walk_stack(sys._getframe()), 1)
-    own = [level for level, (frame, _) in frames if frame.f_globals.get("__name__", "").partition(".")[0] == __package__]
+    names = ((level, frame.f_globals.get("__name__", "")) for level, (frame, _) in frames)
+    own = [level for level, name in names if name.partition(".")[0] == __package__]
     warnings.warn(message, MoefluxWarning, stacklevel=own[-1] + 1)
 
 

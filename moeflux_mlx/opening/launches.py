@@ -172,7 +172,7 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, bool]]
     norm.weight = norm.weight.astype(shapes.dtype)
     has_own = args.connections is not None and args.connections.has_own_norm
     residual = args.layers[0].residual
-    before = None if has_own or residual.adds_itself else norm
+    before = None if has_own or residual.norms_apart or residual.weighed else norm
     forms = stored_forms(shapes.quants)
     for (mixer, *_), layers in _kinds([(layer.mixer, _forms(shapes, i, False)) for i, layer in enumerate(args.layers)]):
         module = module_of(mixer, args.hidden_size, args.rms_norm_eps, forms)
@@ -231,12 +231,13 @@ def _rows(count: int, mixer: Any) -> list[StepRows]:
 
 def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: AnyArray, caches: Any) -> Any:
     """Calls a mixer on x [B, L, D]. With several streams it takes the rows of a step one by one and adds no
-    residual, which with weighed sums it does not either.
+    residual, which with weighed sums or convolutions it does not either.
     """
     made = caches(mixer)
     rows = len(made[0].caches) if isinstance(made[0], StepRows) else 0
     if args.connections is None:
-        mix = module.mixed if args.layers[0].residual.weighed else module
+        residual = args.layers[0].residual
+        mix = module.mixed if residual.weighed or residual.convolved else module
         return mix(x, norm, made, *_chosen(mixer, x, rows))
     if rows:
         return [_mix(args, mixer, module, norm, x[:, i : i + 1], make_caches) for i in range(rows)]

@@ -186,7 +186,9 @@ class ModelSwitch:
             BadRequestError: there is no such model.
         """
         choice, loaded = self.find(name), self.loaded
-        if loaded is not None and loaded.choice is choice and loaded.engine.lead is None:
+        if self._stopping or loaded is None or loaded.choice is not choice:
+            return
+        if loaded.engine.lead is None:
             loaded.is_released = True
             self._go_on()
 

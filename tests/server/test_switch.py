@@ -448,6 +448,17 @@ def test_a_request_that_is_cancelled_when_its_turn_has_come_gives_the_model_back
     assert asyncio.run(uses()) == 1 and models.stop(10)
 
 
+def test_a_server_that_ends_releases_nothing():
+    """Its worker has let the engine go, and the model is still the loaded one."""
+    loads = Loads("a")
+    with Live(loads.of) as live:
+        models, worker = live.models, live.worker
+        models.begin_stop()
+        wait_for(lambda: worker.state.engine is None)
+        models.release("a")
+        assert models.loaded is not None and not models.loaded.is_released
+
+
 def test_memory_is_given_back_before_the_next_is_loaded():
     """Weak references and MLX's own count are checked at the moment when the next model is about to be loaded."""
     held, there, memory = [], [], []

@@ -1,15 +1,12 @@
 """Calls as a list in JSON between two tags, or one call alone."""
 
-from collections.abc import Callable
-
 from .call import Call
+from .dialect import CallBody
 from .json_form import SPARE, members
 from .steps import Malformed, Parsing, optional, skip, skip_space
 
-CallsBody = Callable[[Call], Parsing[str]]
 
-
-def bodies(end: str) -> tuple[CallsBody, CallsBody]:
+def bodies(end: str) -> tuple[CallBody, CallBody]:
     """What parses the text after the tag that begins calls, and after a comma behind a call; `end` may follow the
     last.
     """
