@@ -127,17 +127,15 @@ def described_files(folder: Path) -> tuple[Path, ...]:
     """The files of the GGUF that a directory describes; none: it is another kind of model."""
     config = folder / "config.json"
     stated = read_json(config).get(KEY) if config.is_file() else None
-    return tuple(map(Path, stated)) if isinstance(stated, list) else ()
+    if not isinstance(stated, list) or not all(isinstance(one, str) for one in stated):
+        return ()
+    return tuple(map(Path, stated))
 
 
 def open_described(folder: Path, paths: Sequence[Path], config: JsonDict) -> Checkpoint:
     """The GGUF in these files, by the directory that describes it; `config` is that of a model that runs."""
     whole = open_parts(paths)
-    tensors: dict[str, Tensor] = {}
-    for tensor in _tensors(whole, config):
-        if tensor.name in tensors:
-            raise ModelFileError(f"{tensor.file}: two tensors are {tensor.name}")
-        tensors[tensor.name] = tensor
+    tensors = _by_name(_tensors(whole, config))
     read, family = _family(whole)
     stated = {name: value for name, value in config.items() if name != KEY}
     return Checkpoint(folder, stated, _with_joined(tensors, family, read.layers), whole.files)
@@ -150,7 +148,7 @@ def draft_tensors(whole: GgufFile) -> dict[str, Tensor]:
         ConfigError, ModelFileError: there are several such files, or one is damaged, or of a model that is not read.
     """
     path = whole.files[0]
-    tensors = {one.name: one for one in _tensors(whole, _config(whole), of_heads=True)}
+    tensors = _by_name(_tensors(whole, _config(whole), of_heads=True))
     if tensors or HEAD_ALONE.match(path.name):
         return tensors
     beside = sorted(one for one in path.parent.glob(f"*{SUFFIX}") if HEAD_ALONE.match(one.name))
@@ -200,6 +198,16 @@ def _tensors(whole: GgufFile, config: JsonDict, of_heads: bool = False) -> Itera
         yield as_tensor(blocks, name, family.change(config, inner, blocks.shape))
         if (ones := family.ones(name, blocks.shape[-1])) is not None:
             yield as_tensor(blocks, *ones)
+
+
+def _by_name(tensors: Iterator[Tensor]) -> dict[str, Tensor]:
+    """{name: tensor}. Raises ModelFileError: two have one name."""
+    made: dict[str, Tensor] = {}
+    for tensor in tensors:
+        if tensor.name in made:
+            raise ModelFileError(f"{tensor.file}: two tensors are {tensor.name}")
+        made[tensor.name] = tensor
+    return made
 
 
 def _with_joined(tensors: dict[str, Tensor], family: GgufFamily, layers: int) -> dict[str, Tensor]:

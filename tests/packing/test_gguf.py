@@ -20,6 +20,7 @@ from moeflux_mlx.opening.engine import load, load_model
 from moeflux_mlx.opening.locate import locate
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing import gguf_tensors
+from moeflux_mlx.packing.gguf_folder import described_files
 from moeflux_mlx.packing.gguf_forms import FORMS, grids, repacked
 from moeflux_mlx.packing.gguf_tensors import as_tensor
 
@@ -347,6 +348,13 @@ def test_the_parts_of_a_split_file_on_several_drives(tmp_path):
 def test_an_architecture_without_a_table_is_refused(tmp_path):
     said = refusal(tmp_path, ConfigError, keys={"general.architecture": "quux"})
     assert "architecture 'quux' are not read; read are qwen3moe" in said
+
+
+@pytest.mark.parametrize("stated", [[1], [None, "m.gguf"], {"0": "m.gguf"}, "m.gguf"])
+def test_a_configuration_that_states_no_paths(tmp_path, stated):
+    """Anybody's config.json may have the key under which ours has the files."""
+    (tmp_path / "config.json").write_text(json.dumps({"gguf": stated}))
+    assert described_files(tmp_path) == ()
 
 
 def test_metadata_that_are_missing_or_strange(tmp_path):

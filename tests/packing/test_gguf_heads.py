@@ -35,12 +35,12 @@ def floats(name):
     return "F32"
 
 
-def write_headed(path, family):
+def write_headed(path, family, more=None):
     """Writes the model with its draft head in float32, and with the copies of the model's matrices that GLM's has."""
     layers, architecture = goldens.text_config(family)["num_hidden_layers"], gguf_models.ARCHITECTURES[family]
     keys = {f"{architecture}.block_count": layers + 1, f"{architecture}.nextn_predict_layers": 1}
     copies = {f"blk.{layers}.nextn.{name}.weight": np.ones((128, 128), np.float32) for name in COPIES}
-    gguf_models.write_gguf(path, family, type_of, keys, gguf_models.head_block(family) | copies)
+    gguf_models.write_gguf(path, family, type_of, keys, gguf_models.head_block(family) | copies | (more or {}))
     return path
 
 
@@ -106,6 +106,14 @@ def test_a_head_keeps_its_types(tmp_path):
     weights = open_weights(locate(packed))
     layout = find_head(weights.args, draft_tensors(open_gguf(head)).values(), {}, weights.experts.layout).experts.layout
     assert {one.mode for one in layout.records[0].quants} == {"q4_0"}
+
+
+def test_tensors_of_one_name_are_refused(tmp_path):
+    family = "glm4_moe"
+    twice = {f"blk.{goldens.text_config(family)['num_hidden_layers']}.eh_proj.weight": np.ones((128, 256), np.float32)}
+    write_headed(tmp_path / "m.gguf", family, twice)
+    with pytest.raises(ModelFileError, match="two tensors are model.layers.*eh_proj.weight"):
+        draft_tensors(open_gguf(tmp_path / "m.gguf"))
 
 
 def test_which_head_is_meant_must_be_clear(tmp_path):
