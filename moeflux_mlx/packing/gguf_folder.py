@@ -127,8 +127,9 @@ def described_files(folder: Path) -> tuple[Path, ...]:
     """The files of the GGUF that a directory describes; none: it is another kind of model."""
     config = folder / "config.json"
     stated = read_json(config).get(KEY) if config.is_file() else None
-    is_list = isinstance(stated, list) and all(isinstance(one, str) for one in stated)
-    return tuple(map(Path, stated)) if is_list else ()
+    if not isinstance(stated, list) or not all(isinstance(one, str) for one in stated):
+        return ()
+    return tuple(map(Path, stated))
 
 
 def open_described(folder: Path, paths: Sequence[Path], config: JsonDict) -> Checkpoint:
