@@ -32,6 +32,7 @@ from .fields import (
     layer_count,
     layer_kinds,
     layers,
+    out_of_range,
     scale,
 )
 from .fused_rows import grouped_rows
@@ -68,6 +69,8 @@ def _kinds(read: Fields) -> Sequence[str]:
     """Of each layer: by `layer_types`, by the numbers of those with a window, or all but the last of each six."""
     count = layer_count(read)
     own = read.optional("local_layer_ids", list, None)
+    if any(type(i) is not int or not 0 <= i < count for i in own or ()):
+        raise out_of_range("local_layer_ids", own, f"numbers of layers below {count}")
     usual = [WINDOW if (i in own if own is not None else (i + 1) % 6) else HYBRID for i in range(count)]
     return layer_kinds(read, "layer_types", (HYBRID, WINDOW)) or usual
 

@@ -448,6 +448,14 @@ def test_layers_of_deepseek_v41():
     assert marks == [None, None, None, False, True, True, True]
 
 
+@pytest.mark.parametrize("ids", [[1, 4], [-1], ["1"], [True]])
+def test_windows_of_inkling_are_numbers_of_layers(ids):
+    config = goldens.config("inkling")
+    text = {**config["text_config"], "local_layer_ids": ids}
+    with pytest.raises(ConfigError, match="'local_layer_ids'"):
+        ModelArgs.from_dict({**config, "text_config": text})
+
+
 def test_tables_of_deepseek_v41():
     """The number of rows that is published is the sum of the primes. Factors fit the numbers of 99,092 tokens."""
     config = config_of("deepseek-v4.1-flash-552b")
