@@ -89,7 +89,7 @@ def has_zero_centred_norms(args: ModelArgs, tensors: Mapping[str, Tensor]) -> bo
     telling = ((i, telling_convolution(mixer)) for i, mixer in enumerate(args.mixers))
     convolutions = [(i, *one) for i, one in telling if one is not None]
     if not convolutions:
-        by_publisher = not any(".switch_mlp." in name or ".experts.gate_proj." in name for name in tensors)
+        by_publisher = not any(".switch_mlp." in name or name.endswith(".part_weight") for name in tensors)
     else:
         layer, leaf, published = convolutions[0]
         name = f"model.layers.{layer}.{leaf}"

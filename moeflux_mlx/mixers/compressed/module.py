@@ -80,8 +80,11 @@ class SharedPooling(nn.Module):
         if gates:
             made = (float32(values) * softmax(float32(gates[0]).swapaxes(2, 3)).swapaxes(2, 3)).sum(axis=2)
         made = self.norm(made.astype(values.dtype))
-        entry, key = (turned(one[:, :, None], self.rope, first)[:, :, 0] for one in (made, index_key(made)))
+        entry, key = (self._turned(one, first) for one in (made, index_key(made)))
         return library_of(made).concatenate(rounded_entry(entry, key, self.mixer), axis=-1)
+
+    def _turned(self, x: AnyArray, first: int | mx.array) -> AnyArray:
+        return turned(x[:, :, None], self.rope, first)[:, :, 0]
 
 
 class EntryIndexer(nn.Module):
