@@ -159,7 +159,7 @@ def test_stream(run, model, in_process, command):
     "command, more", [("places", "--checkpoint"), ("drives", "--one"), ("load", None), ("host", "--hits")]
 )
 def test_stream_compared(run, model, command, more):
-    other = model.with_name(f"{model.name}-checkpoint") if more == "--checkpoint" else model
+    other = goldens.checkpoint_dir("qwen3_moe", "mlx4") if more == "--checkpoint" else model
     given = [more, 0.5 if more == "--hits" else other, "--max-tokens", 3] if more else []
     assert run("bench_stream", command, "--model", model, "--rounds", 1, *given)["bench"] == command
 
