@@ -75,6 +75,12 @@ def test_few_layers_are_as_many_as_asked_for_and_some_have_experts(variant):
         assert args.mixers[:-1] == kept[:-1]  # the last of Gemma has no window
 
 
+def test_numbers_of_layers_are_cut_to_those_that_are_left():
+    body = {"num_hidden_layers": 42, "dense_mlp_idx": 2, "local_layer_ids": [0, 1, 3, 4], "mlp_only_layers": [0, 3]}
+    script.keep_layers(body, 1, 3)
+    assert body == {"num_hidden_layers": 3, "dense_mlp_idx": 1, "local_layer_ids": [0, 2], "mlp_only_layers": [2]}
+
+
 def test_all_layers_and_experts_are_the_variant_itself():
     for variant in variants():
         whole = ModelArgs.from_variant(variant)

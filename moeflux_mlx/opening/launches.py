@@ -241,7 +241,8 @@ def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: An
         return mix(x, norm, made, *_chosen(mixer, x, rows))
     if rows:
         return [_mix(args, mixer, module, norm, x[:, i : i + 1], make_caches) for i in range(rows)]
-    return module.mixed(x, norm, made, *_chosen(mixer, x))
+    inputs = backend.library_of(x).concatenate([x] * mixer.inputs, axis=-1)
+    return module.mixed(inputs, norm, made, *_chosen(mixer, x))
 
 
 def _late(mix: Compute, dtype: mx.Dtype, length: int) -> Compute:

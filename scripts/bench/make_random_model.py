@@ -54,8 +54,11 @@ SHARD_BYTES = 5 << 30  # mlx-lm's default
 CODE_SPREAD = 4.61  # standard deviation of 0 .. 15
 DISTINCT_ROWS, SHARD_ROWS = 4096, 1 << 20  # of a table of n-grams
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+FIRST_LAYERS = {"first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "moe_layer_end_index"}
+FIRST_LAYERS |= {"dense_mlp_idx"}  # numbers of layers with and without experts
 Shape = tuple[str, tuple[int, ...]]  # of a tensor, behind its dtype
-TINY = {"hidden_size": 128, "vocab_size": 256, "ngram_vocab_size_base": 1000}
+TINY = {"hidden_size": 128, "vocab_size": 256, "unpadded_vocab_size": 256, "ngram_vocab_size_base": 1000}
+TINY |= {"logits_mup_width_multiplier": 1.0}  # logits are divided by it because a wide model's are larger
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -173,11 +176,10 @@ def keep_layers(body: dict, start: int, count: int) -> None:
         for name, value in part.items():  # layer_types, attn_type_list and similar lists; layers that draft come last
             if isinstance(value, list) and len(value) >= whole:
                 part[name] = value[start:end]
-    for name in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "moe_layer_end_index"):
-        if name in body:
-            body[name] = max(body[name] - start, 0)
-    if "mlp_only_layers" in body:
-        body["mlp_only_layers"] = [layer - start for layer in body["mlp_only_layers"] if start <= layer < end]
+    for name in body.keys() & FIRST_LAYERS:
+        body[name] = max(body[name] - start, 0)
+    for name in body.keys() & {"mlp_only_layers", "local_layer_ids"}:
+        body[name] = [layer - start for layer in body[name] if start <= layer < end]
     linear = body.get("linear_attn_config", {})  # layers from one on
     for name in linear.keys() & {"kda_layers", "full_attn_layers"}:
         linear[name] = [layer - start for layer in linear[name] if start < layer <= end]

@@ -5,6 +5,7 @@ It is counted while graphs are built, and never computed.
 
 from collections import defaultdict
 from math import prod
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -19,11 +20,11 @@ from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.kinds import streams_before
 from moeflux_mlx.mixers.registry import USUAL, make_caches
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.model.feed_forward import DenseMLP
 from moeflux_mlx.model.layer import DecoderLayer
 from moeflux_mlx.model.span import PromptSizes, Span
 from moeflux_mlx.model.tokens import Tokens
 from moeflux_mlx.opening.engine import load_model
+from moeflux_mlx.opening.some_experts import values_of_zeros
 from moeflux_mlx.ops import backend, gpu_time, launch
 from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.grouped import GroupedRows
@@ -98,6 +99,16 @@ def block_sizes(args, context, chip):
     return plan_memory(args, ExpertLayout.from_args(args), figures, Demand(10**9, context, 2)).sizes
 
 
+class NoExperts:
+    """Stands for routed experts, and returns what they add their output to."""
+
+    source = SimpleNamespace(relieve=lambda: None)
+
+    def in_pieces(self, routing, x, added_to, shared):
+        yield from ()
+        return added_to
+
+
 def kinds_of_layers(args):
     """Returns one layer of each mixer, with experts and without."""
     return {(args.mixers[i], i in args.moe_layers): i for i in range(args.num_hidden_layers)}.values()
@@ -122,7 +133,9 @@ def last_block(args, layer, positions, block):
         one.offset = positions - block
     made.set_dtype(mx.bfloat16)
     x = mx.zeros((1, block, args.hidden_size * streams_before(args.connections, layer)), mx.bfloat16)
-    made.mlp.finish_span = DenseMLP.finish_span.__get__(made.mlp)
+    made.mlp.experts = NoExperts()
+    if args.mixers[layer].experts is not None:
+        made.mixer.set_experts(values_of_zeros(ExpertLayout.from_args(args), args.matrix_set(layer)))
     tokens = mx.zeros((1, block), mx.int32)
     span, mixer = Span(tokens, positions - block, block, inputs=Tokens(tokens)), args.mixers[layer]
     if not mixer.has_own_choice:
