@@ -170,13 +170,15 @@ def files_are_looked_at(monkeypatch):
 
 @pytest.fixture
 def interruptible():
-    """Makes SIGINT raise an exception, here and in children.
+    """Makes SIGINT raise an exception, and SIGHUP end a process, here and in children.
 
-    Tests that run in the background may have inherited that it is ignored.
+    Tests that run in the background or under nohup may have inherited that they are ignored.
     """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

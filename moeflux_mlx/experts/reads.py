@@ -79,7 +79,10 @@ class Read:
         return self._left == 0
 
     def settle(self, error: ExpertIOError | None = None) -> None:
-        """Ends the read and wakes all waiting threads; `error` says why it failed, if it did."""
+        """Ends the read and wakes all waiting threads; `error` says why it failed, if it did. It keeps no memory then,
+        as a thread may hold it for a while.
+        """
+        self.target = memoryview(b"")
         self._error, self._over = error or self._error, True
         for queue in self._waiters:
             queue.put(self)

@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 import time
+import weakref
 from functools import cache
 from pathlib import Path
 
@@ -475,6 +476,16 @@ def test_closing_while_reads_are_under_way(packed):
     assert set(threading.enumerate()) == threads
     if before:
         assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_read_that_has_ended_keeps_no_memory(packed):
+    """A thread may hold the read for a moment longer, and memory that a pool gives back must be free at once."""
+    reader, memory = ExpertReader(packed, workers=1, direct=False), np.zeros(packed.layout.record.size, np.uint8)
+    alive, read = weakref.ref(memory), reader.prepare(0, 0, memoryview(memory))
+    assert reader.submit(read).wait() is None and memory.any()
+    del memory
+    assert alive() is None
+    reader.close()
 
 
 def test_a_forgotten_loader_stops_its_threads_and_closes_its_files(packed):

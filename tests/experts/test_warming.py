@@ -105,12 +105,13 @@ def test_what_is_requested_goes_first(packed):  # noqa: F811
     lease = loader.request(0, np.array([4]))
     wait_until(lambda: gate.begun == 1)
     loader.warm(RATES)
-    late = loader.request(1, np.array([0]))  # it is queued already, or is read now
-    first = loader.request(0, np.array([5]))
-    gate.open.set()
-    for one in (lease, first, late):
-        one.wait()
-        one.release()
+    with loader.turn(1):  # so that the thread that fills memory waits
+        late = loader.request(1, np.array([0]))  # it is queued already, or is read now
+        first = loader.request(0, np.array([5]))
+        gate.open.set()
+        for one in (lease, first, late):
+            one.wait()
+            one.release()
     wait_until(lambda: not loader.warm_between_calls() and not loader.in_flight)
     assert loader.stats.warmed - loader.stats.late == 6 and loader.stats.warm_hits == loader.stats.late
     loader.close()
