@@ -54,11 +54,8 @@ class Places(ABC):
     is_adopted = False
     is_settled = True
 
-    def take(self, may_wait: bool = True) -> int | None:
+    def take(self) -> int | None:
         """A place that is free, or None.
-
-        Args:
-            may_wait: whether to wait for what still reads a place that is to be free.
 
         Raises:
             ExpertIOError: the device refuses memory without which the pool is too small.
@@ -222,10 +219,10 @@ class Buffers(Places):
     def is_settled(self) -> bool:  # type: ignore[override]
         return len(self._buffers) <= self._wanted
 
-    def take(self, may_wait: bool = True) -> int | None:
+    def take(self) -> int | None:
         if not self.free and len(self._buffers) < self._wanted:
             self._add()
-        while may_wait and not self.free and self._left:
+        while not self.free and self._left:
             self._free_until(self._left[0][0])
         return super().take()
 

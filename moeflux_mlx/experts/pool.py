@@ -182,8 +182,8 @@ class SlotPool:
         """Whether the record is not in the device's memory and stayed in the host's."""
         return self.staging is not None and key not in self._used and key in self.staging.host
 
-    def take(self, key: Key | None = None, may_wait: bool = True) -> Slot | None:
-        """A free slot, if there is one, with the record if it is `on_host`; `may_wait`: as `Places.take`."""
+    def take(self, key: Key | None = None) -> Slot | None:
+        """A free slot for the record, if there is one; the record is in it if it is `on_host`."""
         self.has_been_full |= self.is_full
         if self.is_full:
             return None
@@ -192,7 +192,7 @@ class SlotPool:
                 return self.staging.take_from_host(key)
             place = self.staging.take()
         else:
-            place = self.places.take(may_wait)
+            place = self.places.take()
         if place is None:
             self.slots = self.fit(self.slots)  # fewer if the device refused a buffer
         return None if place is None else Slot(place)

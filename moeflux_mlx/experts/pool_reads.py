@@ -238,9 +238,7 @@ class PoolReads:
 
     def _claim(self, pool: SlotPool, key: Key, for_guess: bool = False) -> Slot | None:
         """A slot whose memory nobody reads; evicts records if necessary. None if a guess must not evict any."""
-        while (slot := pool.take(key, may_wait=not for_guess)) is None:
-            if for_guess and not (pool.copied or pool.is_full):
-                return None  # the places that are left are still read
+        while (slot := pool.take(key)) is None:
             victim = pool.victim(for_guess, key)
             if victim is not None:
                 self._evict(pool, victim)

@@ -345,22 +345,6 @@ def test_a_place_is_free_when_what_was_queued_before_has_been_read():
     assert evaluated.count() == 2 and made.free == places[:3]
 
 
-def test_a_hint_never_waits_for_a_reader(packed):
-    """It evicts as many records as it names, reads none until their places are free, and then evicts no more."""
-    loader, _, _ = adopting(packed, 4)
-    read(loader, 0, range(4)).release()
-    pool, evaluated = loader.pools[0], Evaluated(1)
-    loader.queued(evaluated.arrays)
-    for _ in range(2):
-        assert loader.hint([(1, 0), (1, 1)]) == [] and evaluated.count() == 0
-    assert len(pool) == 2
-    loader.queued([])
-    assert loader.hint([(1, 0), (1, 1)]) == [(1, 0), (1, 1)] and len(pool) == 4
-    loader.queued(evaluated.arrays)
-    assert np.array_equal(blocks(read(loader, 0, range(2))), records(packed, 0)[:2]) and evaluated.count() == 1
-    loader.close()
-
-
 @pytest.mark.parametrize("slots, reserve", [(60, 1), (80, 0)])
 def test_a_pool_that_evicts_keeps_a_reserve_while_layers_are_queued(tmp_path, slots, reserve):
     loader, _, stride = adopting(write_packed(tmp_path, experts=40), slots)
