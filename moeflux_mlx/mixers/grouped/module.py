@@ -197,16 +197,7 @@ class Attention(MixerModule):
         """Joins the layers that read x, and the arrays that kernels take together; called when all tensors are
         loaded.
         """
-        own = {"q": self.q_proj, "k": self.k_proj} | ({"v": self.v_proj} if "v_proj" in self else {})
-        more = {name: self[layer] for name, layer in BESIDE.items() if layer in self}
-        apart: dict[str, Any] = {"v": self.value_experts} if "value_experts" in self else {}
-        if "indexer" in self:
-            more |= {f"index {i}": layer for i, layer in enumerate(self.indexer.layers)}
-        alike = {name: layer for name, layer in more.items() if layer.is_like(self.q_proj)}
-        self._inputs = Stack(*own.values(), *alike.values())
-        apart |= {name: layer for name, layer in more.items() if name not in alike}
-        self._apart = lambda: list(apart.values())  # in a function, so that they do not become submodules twice
-        self._names = [*own, *alike, *apart]
+        self._stack_inputs()
         self.o_proj.pack()
         self._gate_bias = None
         if self.mixer.gate_bias:
@@ -219,6 +210,19 @@ class Attention(MixerModule):
         if self.rope is not None and "v_proj" in self:
             weights = [norm.weight for norm in self._norms if norm is not None]
             self._weights = packed(*weights, self.rope.periods) if weights else None
+
+    def _stack_inputs(self) -> None:
+        """Joins the layers that read x."""
+        own = {"q": self.q_proj, "k": self.k_proj} | ({"v": self.v_proj} if "v_proj" in self else {})
+        more = {name: self[layer] for name, layer in BESIDE.items() if layer in self}
+        apart: dict[str, Any] = {"v": self.value_experts} if "value_experts" in self else {}
+        if "indexer" in self:
+            more |= {f"index {i}": layer for i, layer in enumerate(self.indexer.layers)}
+        alike = {name: layer for name, layer in more.items() if layer.is_like(self.q_proj)}
+        self._inputs = Stack(*own.values(), *alike.values())
+        apart |= {name: layer for name, layer in more.items() if name not in alike}
+        self._apart = lambda: list(apart.values())  # in a function, so that they do not become submodules twice
+        self._names = [*own, *alike, *apart]
 
     @property
     def _norms(self) -> tuple[Norm | None, Norm | None]:
@@ -311,8 +315,7 @@ class AttentionOfInputs(Attention):
         super().__init__(mixer, hidden_size, eps)
         self.q_input_norm, self.k_input_norm, self.v_input_norm = (RMSNorm(hidden_size, eps) for _ in range(3))
 
-    def arrange(self) -> None:
-        super().arrange()
+    def _stack_inputs(self) -> None:
         more = {name: self[layer] for name, layer in BESIDE.items() if layer in self}
         keys, values = {"k": self.k_proj}, {"v": self.v_proj}
         if self.mixer.convolution is not None and self.mixer.convolution.dynamic:
