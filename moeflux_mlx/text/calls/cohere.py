@@ -7,19 +7,7 @@
 """
 
 from ..channels import COHERE
-from .dialect import Dialect
-from .listed import bodies
+from .listed import listed
 
-CALL_BEGIN, CALL_END = "<|START_ACTION|>", "<|END_ACTION|>"
-_FIRST, _ANOTHER = bodies(CALL_END)
-COHERE_ACTION = Dialect(
-    name="cohere",
-    openings={CALL_BEGIN: _FIRST},
-    begin=f"{CALL_BEGIN}[\n    ",
-    opening=CALL_BEGIN,
-    named='{"tool_call_id": "0", "tool_name": "NAME", "parameters": ',
-    close=f"}}\n]{CALL_END}",
-    section=(CALL_BEGIN, CALL_END),
-    markers=frozenset({CALL_BEGIN, CALL_END, COHERE.lead}),
-    following={",": _ANOTHER},
-)
+NAMED = '{"tool_call_id": "0", "tool_name": "NAME", "parameters": '
+COHERE_ACTION = listed("cohere", "<|START_ACTION|>", "<|END_ACTION|>", NAMED, "    ", {COHERE.lead})

@@ -6,19 +6,6 @@
 ]</tool_calls>
 """
 
-from .dialect import Dialect
-from .listed import bodies
+from .listed import listed
 
-CALLS, CALLS_END = "<tool_calls>", "</tool_calls>"
-_FIRST, _ANOTHER = bodies(CALLS_END)
-HUNYUAN_A13B = Dialect(
-    name="hunyuan_a13b",
-    openings={CALLS: _FIRST},
-    begin=f"{CALLS}[\n",
-    opening=CALLS,
-    named='{"name": "NAME", "arguments": ',
-    close=f"}}\n]{CALLS_END}",
-    section=(CALLS, CALLS_END),
-    markers=frozenset({CALLS, CALLS_END}),
-    following={",": _ANOTHER},
-)
+HUNYUAN_A13B = listed("hunyuan_a13b", "<tool_calls>", "</tool_calls>", '{"name": "NAME", "arguments": ')

@@ -1,14 +1,18 @@
 """Calls as a list in JSON between two tags, or one call alone."""
 
+from collections.abc import Collection
+
 from .call import Call
-from .dialect import CallBody
+from .dialect import Dialect
 from .json_form import SPARE, members
 from .steps import Malformed, Parsing, optional, skip, skip_space
 
 
-def bodies(end: str) -> tuple[CallBody, CallBody]:
-    """What parses the text after the tag that begins calls, and after a comma behind a call; `end` may follow the
-    last.
+def listed(
+    name: str, begin: str, end: str, named: str, indent: str = "", markers: Collection[str] = frozenset()
+) -> Dialect:
+    """The dialect with the tags `begin` and `end`, the second of which the last call may lack. `indent`: before each
+    call; `markers`: further ones. The other arguments are those of `Dialect`.
     """
 
     def first(call: Call) -> Parsing[str]:
@@ -20,7 +24,17 @@ def bodies(end: str) -> tuple[CallBody, CallBody]:
     def another(call: Call) -> Parsing[str]:
         return (yield from _one(call, (yield from skip_space()), end))
 
-    return first, another
+    return Dialect(
+        name=name,
+        openings={begin: first},
+        begin=f"{begin}[\n{indent}",
+        opening=begin,
+        named=named,
+        close=f"}}\n]{end}",
+        section=(begin, end),
+        markers=frozenset({begin, end, *markers}),
+        following={",": another},
+    )
 
 
 def _one(call: Call, char: str, end: str) -> Parsing[str]:

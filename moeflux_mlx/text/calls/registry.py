@@ -10,7 +10,6 @@ from .gemma import CALL_BEGIN as GEMMA_CALL
 from .gemma import GEMMA
 from .harmony import GPT_OSS
 from .hunyuan import HUNYUAN, K2_HORIZON, hunyuan
-from .hunyuan_a13b import CALLS as HUNYUAN_CALLS
 from .hunyuan_a13b import HUNYUAN_A13B
 from .invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, DSML, MINIMAX, V4_SECTION, V41_SECTION
 from .kimi import KIMI
@@ -63,7 +62,7 @@ def dialect_of(text: str) -> Dialect | None:
     if suffixed is not None:
         return hunyuan(suffixed[1] or "")
     if TOOL_CALL not in text:
-        return HUNYUAN_A13B if HUNYUAN_CALLS in text else None
+        return HUNYUAN_A13B if HUNYUAN_A13B.opening in text else None
     if PAIRS.key[0] in text:
         return GLM_LINE if _ONE_LINE.search(text) else GLM
     if FUNCTION in text:
