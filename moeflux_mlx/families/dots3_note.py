@@ -38,8 +38,7 @@ def _dots3_note(read: Fields) -> JsonDict:
     read = read.with_usual(USUAL)
     fields, count = common(read, eps=1e-5), layer_count(read)
     has_flags = isinstance(read.config.get("moe_layer_freq"), list)
-    for name, wanted in (("rope_scaling", None), *([] if has_flags else [("moe_layer_freq", 1)])):
-        read.must_equal(name, wanted)
+    read.must_have(rope_scaling=None, **({} if has_flags else {"moe_layer_freq": 1}))
     slides = read.optional("use_sliding_window", bool, True)
     usual = [SLIDING if slides and i > 1 and i % 4 != 1 else INDEXED for i in range(count)]
     kinds = layer_kinds(read, "layer_types", (FULL, INDEXED, SLIDING)) or usual

@@ -45,8 +45,7 @@ OF_FILES |= {"sliding_window": "sliding_window_size", "first_k_dense_replace": "
 
 def _inkling(read: Fields) -> JsonDict:
     read = read.with_usual({name: read.config.get(theirs) for name, theirs in OF_FILES.items()})
-    for name in ("shared_expert_sink", "use_embed_norm"):
-        read.must_equal(name, True)
+    read.must_have(shared_expert_sink=True, use_embed_norm=True)
     if read.optional("dense_intermediate_size", int, None) is not None:  # then the other width is that of experts
         narrow, dense = read.count("intermediate_size"), read.count("dense_intermediate_size")
         read = Fields({**read.config, "moe_intermediate_size": narrow, "intermediate_size": dense})
