@@ -7,17 +7,16 @@ import weakref
 import numpy as np
 import pytest
 from residency import Sets
+from test_breathing import on_host
 from test_buffers import LAYERS, SLOTS, Mac, read
 from test_source import write_packed
 
 from moeflux_mlx.experts import places
 from moeflux_mlx.experts.memory import private_pages
 from moeflux_mlx.experts.streamed import StreamedExperts
-from moeflux_mlx.ops import backend
 from moeflux_mlx.planning import wired
 
 WORKING_SET = 1 << 40
-on_host = pytest.mark.skipif(backend.name() == "cuda", reason="CUDA keeps records elsewhere")
 WEIGHTS = [5000, 40_000, 300, 1 << 20, 2 << 20, 12_345_678]
 
 
