@@ -222,8 +222,7 @@ class Chat:
             last = session.last
             note(f"last answer: {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens-per-sec")
         note(f"kept states: {len(session.points.positions)}, {session.points.nbytes / 1e9:.3f} GB")
-        warm = [self.engine.keep_warm.said] if self.engine.keep_warm else []
-        for line in [*draft_statistics(session.model.drafting), *expert_statistics(experts, verbose=True), *warm]:
+        for line in [*draft_statistics(session.model.drafting), *expert_statistics(experts, verbose=True)]:
             note(line)
 
 

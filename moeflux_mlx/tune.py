@@ -19,7 +19,6 @@ from .driving.sampling import make_sampler
 from .errors import RequestError
 from .experts.source import IoMode
 from .files import user_path
-from .kept.keep_warm import WarmTimes, keep_warm_file
 from .kept.kept_rows import Row, read_rows
 from .kept.tiles import gpu_name, keep, tiles_file
 from .kept.warm_start import usage_file
@@ -47,7 +46,6 @@ ANSWER = 256  # tokens of an answer with which a pool is measured
 KEPT: dict[Callable[[], Path], Callable[[Row], str]] = {
     tiles_file: lambda row: f"{row['gpu']}, MLX {row['mlx']}: tiles {spelled(row['tiles'])}",
     pool_file: lambda row: f"{row['model']}: a pool of {row['pool'] / 1e9:.2f} GB",
-    keep_warm_file: lambda row: f"{row['model']} on {row['gpu']}: keep-warm {WarmTimes.of_row(row)}",
     usage_file: lambda row: f"{row['model']}: experts used in {row['steps']:.0f} steps",
 }
 
@@ -130,7 +128,6 @@ def speed_with(path: Path, pool: int, seconds: float) -> float:
         path,
         expert_io="pread",
         expert_cache_bytes=pool,
-        set={"keep_warm": "off"},
         warm_start="off",
         without_correction_bias=True,
     )
@@ -163,7 +160,7 @@ def parser() -> argparse.ArgumentParser:
     action.add_argument(
         "--reset",
         action="store_true",
-        help="forget everything that is stored: tiles, pools, the gain of keep-warm, and which experts were used",
+        help="forget everything that is stored: tiles, pools, and which experts were used",
     )
     return made
 

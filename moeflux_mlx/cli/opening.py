@@ -57,8 +57,6 @@ def load_named(options: argparse.Namespace, located: Located, greeting: str | No
         note(engine.plan.prompts)
         if engine.drafts:
             note(engine.drafts)
-        if engine.keep_warm:
-            note(engine.keep_warm.said)
         note(f"loaded in {time.perf_counter() - start:.2f} s")
     note_idle_options(options, engine.experts.mode)
     return engine

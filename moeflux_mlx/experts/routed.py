@@ -38,7 +38,7 @@ from .routing import Pieces, Routing, in_parts
 from .source import ExpertLoader, Lease, TooManyExpertsError
 from .waves import expect, in_waves
 
-Waiting = Callable[[int, int], AbstractContextManager[None]]
+Waiting = AbstractContextManager[None]
 
 
 class RoutedExperts:
@@ -47,12 +47,11 @@ class RoutedExperts:
     Args:
         source: where the experts are.
         prefetch: "lookahead" or "off", as `Lookahead` has it.
-        waiting: called with the layer and the number of rows; a context manager in which a step on a GPU waits for
-            experts, if it has to.
+        waiting: a context manager in which a step on a GPU waits for experts, if it has to.
     """
 
     def __init__(self, source: ExpertLoader, prefetch: str = "lookahead", waiting: Waiting | None = None):
-        self.source, self._waiting = source, waiting or (lambda layer, rows: nullcontext())
+        self.source, self._waiting = source, waiting or nullcontext()
         self.lookahead = Lookahead(source, prefetch)
         self._compiles = backend.has_kernels()  # single tokens
         self._compiled: dict[tuple[int, int], Any] = {}  # by thread (as in `DecodeStep`) and layer
@@ -101,7 +100,6 @@ class RoutedExperts:
 
     def accepted(self, layer: int) -> None:
         self.lookahead.skipped(layer)
-        self._waiting(layer, 1)  # not entered, because there is no wait
 
     @property
     def reads_ahead(self) -> bool:
@@ -130,7 +128,7 @@ class RoutedExperts:
         norm: RowNorm | None,
     ) -> mx.array:
         """Computes all experts once they are in memory; the records are held until the result is computed."""
-        with self._waiting(lease.keys[0][0], len(x)):
+        with self._waiting:
             lease.wait()
         records, rows = lease.records()
         records, slots = handed_over(records, rows)

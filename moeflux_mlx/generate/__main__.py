@@ -62,8 +62,6 @@ def run(options: argparse.Namespace) -> int:
         boundaries = [places_of(tokens)[shared], len(tokens) - 1]
     start = time.perf_counter()
     code = stream(session, tokens, boundaries, generation, options.verbose)
-    if options.verbose and engine.keep_warm:
-        note(engine.keep_warm.said)
     if advice := worth_converting(engine, time.perf_counter() - start):
         note(advice)
     return code

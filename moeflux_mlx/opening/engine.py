@@ -11,13 +11,13 @@ import mlx.core as mx
 
 from ..driving.session import CHECKPOINT_BYTES, Session, SessionOptions
 from ..errors import warn
+from ..experts.keep_warm import keep_warm_of
 from ..experts.resident import ReadProgress
 from ..experts.routed import RoutedExperts
 from ..experts.routing import RoutedExpertsCall
 from ..experts.source import ExpertLoader
 from ..experts.tables import open_readers
 from ..foreign import LOADING, with_parameters_of
-from ..kept.keep_warm import KeepWarm, keep_warm_of
 from ..kept.tiles import choose
 from ..kept.warm_start import begin_warm_start
 from ..mixers.registry import stored_forms
@@ -51,16 +51,15 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 NO_IMAGES = "images are off on several ranks; start one"
-Computing = Callable[[ExpertLoader, KeepWarm | None], RoutedExpertsCall]
+Computing = Callable[[ExpertLoader], RoutedExpertsCall]
 
 
 @dataclass(frozen=True)
 class Engine:
     """A loaded model with the source of its experts, its memory plan, its tokenizer and its directory.
 
-    `drafts` says in one line where drafts come from, unless they are off. `keep_warm` launches while experts are read,
-    if anything does. With `lead`, other processes repeat every step of its sessions. An engine does not change after
-    loading.
+    `drafts` says in one line where drafts come from, unless they are off. With `lead`, other processes repeat every
+    step of its sessions. An engine does not change after loading.
     """
 
     weights: ModelWeights
@@ -68,7 +67,6 @@ class Engine:
     experts: ExpertLoader
     plan: MemoryPlan
     drafts: str
-    keep_warm: KeepWarm | None = None
     lead: Leading | None = None
 
     @property
@@ -159,23 +157,22 @@ class Setup:
         drafts: where drafts come from, with the memory plan.
         tiles: of the kernels.
         computing: makes the object that computes routed experts from their source.
-        warmth, warm_start: the modes of `keep_warm` and of `begin_warm_start`.
+        warm_start: the mode of `begin_warm_start`.
         loading: is entered while the model is loaded.
     """
 
     drafts: ChosenDrafts
     tiles: Tiles
     computing: Computing
-    warmth: str
     warm_start: str
     loading: AbstractContextManager[None]
 
 
 def _alone(drafts: ChosenDrafts, settings: LoadSettings) -> Setup:
     prefetch = PREFETCH[settings.prefetch]
-    computing = lambda source, warm: RoutedExperts(source, prefetch, warm)  # noqa: E731
-    tiles = choose(settings.trial.tiles)
-    return Setup(drafts, tiles, computing, settings.trial.keep_warm, settings.warm_start, nullcontext())
+    warmth = settings.trial.keep_warm
+    computing = lambda source: RoutedExperts(source, prefetch, keep_warm_of(warmth, source))  # noqa: E731
+    return Setup(drafts, choose(settings.trial.tiles), computing, settings.warm_start, nullcontext())
 
 
 def _with_others(agreed: Agreed, args: ModelArgs, settings: LoadSettings, nbytes: int) -> Setup:
@@ -183,8 +180,8 @@ def _with_others(agreed: Agreed, args: ModelArgs, settings: LoadSettings, nbytes
     experts.
     """
     drafts, prefetch = ChosenDrafts(args, agreed.plan, "off", None, ""), PREFETCH[settings.prefetch]
-    computing = lambda source, _: agreed.experts(source, prefetch)  # noqa: E731
-    return Setup(drafts, CODE, computing, "off", "off", agreed.loading(nbytes))
+    computing = lambda source: agreed.experts(source, prefetch)  # noqa: E731
+    return Setup(drafts, CODE, computing, "off", agreed.loading(nbytes))
 
 
 def _seeing(engine: Engine, files: VisionFiles | NoVision, dtype: mx.Dtype, rows: int) -> Engine:
@@ -208,8 +205,7 @@ def _loaded(weights: ModelWeights, setup: Setup, dtype: mx.Dtype, bits: int, pro
         experts = open_experts(weights.experts, args, plan, progress)
         try:
             shape = stored_forms(weights.shapes), plan.sizes, tiles, bits, drafts.drafting
-            warm = keep_warm_of(setup.warmth, weights.path, experts)
-            model = Model(args, setup.computing(experts, warm), *shape, _opened_tables(weights, args, experts))
+            model = Model(args, setup.computing(experts), *shape, _opened_tables(weights, args, experts))
             fill(model, weights.read(), args.quantization, dtype)
             if drafts.head is not None:
                 load_head(drafts.head, model, dtype)
@@ -217,7 +213,7 @@ def _loaded(weights: ModelWeights, setup: Setup, dtype: mx.Dtype, bits: int, pro
         except BaseException:
             experts.close()  # a model that compiles its steps and its experts refer to each other
             raise
-    return Engine(weights, model, experts, plan, drafts.reason, warm)
+    return Engine(weights, model, experts, plan, drafts.reason)
 
 
 def _opened_tables(weights: ModelWeights, args: ModelArgs, experts: ExpertLoader) -> Tables | None:

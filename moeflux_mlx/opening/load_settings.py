@@ -8,8 +8,8 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..errors import RequestError, did_you_mean
+from ..experts.keep_warm import MODES as KEEP_WARM
 from ..experts.tables import KEPT_BYTES
-from ..kept.keep_warm import MODES as KEEP_WARM
 from ..kept.tiles import MODES as TILES
 from ..kept.warm_start import MODES as WARM_START
 from ..model.tensors import layer_values
@@ -42,8 +42,7 @@ class TrialSettings:
         host_bytes: on an NVIDIA GPU, the most memory of the computer in which experts stay after they were copied to
             the GPU, so that they are not read again; None: what is free at loading, less a reserve.
         keep_warm: whether tiny launches keep an Apple GPU's clock up while a token waits for experts that are read:
-            "on", "off", or "auto": on mains, if the first 256 tokens, measured by turns with and without, or an earlier
-            start's, were faster. It changes no result, and is off on several ranks.
+            "on" or "off". It changes no result, and is off on several ranks.
         span: number of prompt tokens that go through the model together, so that each expert is read once for all of
             them; None means as many as there is room for, from 512 to 32768.
         tiles: how a GPU's kernels cut their matrices: "code" (the built-in tiles) or "auto": what `moeflux tune` found
@@ -58,7 +57,7 @@ class TrialSettings:
 
     cpu_activations: int | str = "auto"
     host_bytes: int | None = None
-    keep_warm: str = "auto"
+    keep_warm: str = "off"
     span: int | None = None
     tiles: str = "auto"
     pool_share: float | None = None

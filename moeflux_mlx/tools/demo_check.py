@@ -25,11 +25,8 @@ NATS, BOUND = 0.062, 0.04
 
 
 def open_demo(expert_io: str, pool: int | None, wired: str = "pool") -> Engine:
-    """The demo model with a pool of so many bytes, without what other sessions left. No trial of launches that keep the
-    GPU warm disturbs its times.
-    """
-    trial = {"keep_warm": "off"}
-    return open_engine(None, expert_io=expert_io, expert_cache_bytes=pool, warm_start="off", wired=wired, set=trial)
+    """The demo model with a pool of so many bytes, without what other sessions left."""
+    return open_engine(None, expert_io=expert_io, expert_cache_bytes=pool, warm_start="off", wired=wired)
 
 
 def story_rows(engine: Engine) -> tuple[np.ndarray, float]:

@@ -24,7 +24,7 @@ from moeflux_mlx.opening.random_weights import Shapes
 from moeflux_mlx.ops.kernel_files import Program
 from moeflux_mlx.ops.launch import KernelText
 from moeflux_mlx.ops.tiles import CODE, TRIED, Tiles, merged
-from moeflux_mlx.tools import demo_check, kernels
+from moeflux_mlx.tools import kernels
 from moeflux_mlx.tools.kernels import Built, programs_of_variants
 
 VARIANT = "qwen3-30b-a3b"
@@ -222,22 +222,6 @@ def rows_are(patch, nats, *last):
     """Gives the demo model's story these nats a token, and rows that end with these values in turn."""
     values = itertools.cycle(last or [0])
     patch.setattr(diagnosis, "story_rows", lambda engine: (np.array([0.0, 0.0, next(values)]), nats))
-
-
-def test_nothing_keeps_a_gpu_warm_while_the_demo_model_is_measured(monkeypatch, tmp_path):
-    opened, modes = demo_check.open_engine, []
-
-    def noting(*given, **named):
-        modes.append(named["set"])
-        return opened(*given, **named)
-
-    monkeypatch.setattr(demo_check, "open_engine", noting)
-    rows_are(monkeypatch, diagnosis.NATS)
-    reduce(monkeypatch, "demo model")
-    report(tmp_path)
-    assert modes == [{"keep_warm": "off"}] * 2
-    soak.rate(1 << 30, "all", 0.01)
-    assert modes == [{"keep_warm": "off"}] * 3
 
 
 def test_a_wrong_model_is_seen(monkeypatch, tmp_path):

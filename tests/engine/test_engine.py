@@ -115,7 +115,7 @@ def test_a_load_that_fails_keeps_no_experts(tmp_path, monkeypatch):
         ({"context": "5"}, "context is '5'; it must be a positive integer"),
         ({"set": {"span": 2.5}}, "span is 2.5; it must be a positive integer"),
         ({"set": {"host_bytes": -1}}, "host_bytes is -1; it must be 0, a positive integer, or None"),
-        ({"set": {"keep_warm": "yes"}}, "keep_warm 'yes' is not one of auto, on, off"),
+        ({"set": {"keep_warm": "yes"}}, "keep_warm 'yes' is not one of on, off"),
         ({"set": {"spam": 1}}, "there is no setting 'spam' to set; did you mean span?"),
         ({"set": {"x": 1}}, "there is no setting 'x' to set; it takes cpu_activations, host_bytes, "),
         ({"prefill_step_size": 0}, "prefill_step_size is 0; it must be a positive integer"),

@@ -2,7 +2,6 @@
 
 import os
 from argparse import Namespace
-from contextlib import nullcontext
 from dataclasses import replace
 
 import goldens
@@ -52,9 +51,7 @@ def opened(family, *given, **options):
     return opened_in(tiny_directory(family), *given, **options)
 
 
-def opened_in(
-    path, records=None, ahead=True, preadv=os.preadv, in_buffers=False, prefetch="off", waiting=None, **options
-):
+def opened_in(path, records=None, ahead=True, preadv=os.preadv, in_buffers=False, prefetch="off", **options):
     """A model whose pool has room for `records` records (None: all), compiled as for a GPU. Its records are copied, as
     on CUDA, or in buffers, as on Metal."""
     args, tensors = ModelArgs.from_file(path), read_resident(path)
@@ -63,7 +60,7 @@ def opened_in(
     reader = ExpertReader(packed, preadv=preadv)
     memory = {"adopt": staging_memory} if in_buffers else {"copied": True}
     source = StreamedExperts(packed, reader=reader, cache_bytes=nbytes, **memory, **options)
-    experts = RoutedExperts(source, prefetch, waiting)
+    experts = RoutedExperts(source, prefetch)
     model = Model(args, experts, stored_forms(tensors))
     fill(model, tensors, args.quantization, mx.float32)
     parts = cache_numbers(args.mixers), source, model.embedded, model.project
@@ -353,18 +350,6 @@ def test_a_slow_gpu_gets_smaller_groups(monkeypatch, seconds, together):
     for _ in range(8):
         run(model, tokens_of("qwen3_moe"))
     assert sizes[0] == 2 and max(sizes[-8:]) == together
-    model.experts.close()
-
-
-def test_each_layer_of_a_token_is_told_of_once():
-    """Also where the experts are waited for; keep-warm measures by the first layer's."""
-    told = []
-    waiting = lambda layer, rows: told.append(layer) or nullcontext()  # noqa: E731
-    model = opened("qwen3_moe", 12, waiting=waiting, least_slots=TOP_K)
-    count = len(tokens_of("qwen3_moe"))
-    for _ in range(2):
-        run(model, tokens_of("qwen3_moe"))
-    assert sorted(told) == sorted([*range(len(model.layers))] * 2 * count)
     model.experts.close()
 
 

@@ -191,7 +191,7 @@ def test_kernels_are_known_when_a_model_is_loaded(family, expert_io, target, not
     """Checks all kernels that one token, prompts and several sequences use."""
     directory = tiny_directory(family)
     known = {compiled_as(one) for one in kernel_cache.programs_of(shapes_of(directory), CODE, target=target)}
-    model = engine.load_model(directory, dtype=mx.bfloat16, expert_io=expert_io, set={"keep_warm": "off"})
+    model = engine.load_model(directory, dtype=mx.bfloat16, expert_io=expert_io)
     if not mx.is_available(mx.gpu):  # what was not computed names one expert several times
         ids = np.arange(model.args.num_experts_per_tok, dtype=np.uint32)[None]
         monkeypatch.setattr(routed, "read_host_copy", lambda copy: (ids, mx.zeros(ids.shape)))
