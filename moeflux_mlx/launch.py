@@ -99,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     add_prompt_cache_options(made, with_file=False)
     made.set_defaults(
         seed=None, host="127.0.0.1", port=0, allowed_host=[], cors_origin=[], sessions=4,
-        queue=64, allow_image_urls=False, quiet=True, idle_minutes=None,
+        queue=64, quiet=True, idle_minutes=None,
         parallel=None,
     )  # fmt: skip
     return made

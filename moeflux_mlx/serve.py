@@ -193,12 +193,6 @@ def add_client_options(server: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="host name that clients may use for this server; may be repeated",
     )
-    add(
-        "--allow-image-urls",
-        action="store_true",
-        help="fetch images of http:// and https:// URLs from public addresses; without it, clients must send them as "
-        "data: URLs",
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -228,7 +228,6 @@ def defaults_of(options: argparse.Namespace, variables: dict[str, object], path:
     """The defaults of the options, else of the model's generation_config.json, else the likeliest token."""
     from ..server.prepare import Defaults
     from ..server.request import Sampling
-    from ..vision.fetch import fetch
 
     try:
         own = read_json(path / "generation_config.json")
@@ -254,7 +253,7 @@ def defaults_of(options: argparse.Namespace, variables: dict[str, object], path:
         repetition_penalty=first("repetition_penalty", "repetition_penalty"),
         repetition_context_size=options.repetition_context_size,
     )
-    return Defaults(sampling, variables, fetch if options.allow_image_urls else None)
+    return Defaults(sampling, variables)
 
 
 def sessions_of(options: argparse.Namespace, engine: Engine) -> "Sessions":

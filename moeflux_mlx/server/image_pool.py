@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ..errors import BadRequestError, RequestError
 from .guard import BUSY
 
-THREADS = 8  # one of them decodes at a time; the others fetch
+THREADS = 2  # one of them decodes at a time
 REQUESTS = 32  # the most requests with images that are prepared or counted at a time
 REQUEST_PIXELS = 1 << 29  # the most pixels of a request's images together: 16 of the largest, or 32 of 16 megapixels
 T = TypeVar("T")
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 class ImagePool:
     """Threads of their own for requests with images; `count`: the requests under way. The end of the process waits for
-    none of them, because a file may be fetched for a long time.
+    none of them.
     """
 
     def __init__(self) -> None:

@@ -5,10 +5,8 @@ It renders and tokenises in any thread, and never uses the model. It refuses bad
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from ..driving.prompt import Prompt, places_of, with_images
@@ -39,7 +37,6 @@ from .wire.replies import context_exceeded
 # pieces, up to this multiple of the context: cutting within words increases the number of tokens, but less than
 # twofold.
 SUSPECT, PIECE, ENOUGH = 8, 1 << 15, 2
-FETCH_SECONDS = 20.0  # seconds in which all images of a request must be fetched
 PIXELS = PixelBudget()  # of the images of all requests, for any model
 
 
@@ -50,13 +47,10 @@ class Defaults:
     Args:
         sampling: has every value.
         variables: for the chat template.
-        fetch: fetches an image's URL before a time of `time.monotonic`, as `vision.fetch` does; None: nothing is
-            fetched.
     """
 
     sampling: Sampling
     variables: JsonObject
-    fetch: Callable[..., bytes] | None = None
 
 
 @dataclass(frozen=True)
@@ -247,15 +241,14 @@ class Preparer:
             raise RequestError(self.vision.reason)
 
     def _with_images(self, tokens: list[int], sources: Sequence[str], count: int) -> Prompt:
-        """Raises RequestError: an image cannot be read or fetched, or has no place in the prompt."""
+        """Raises RequestError: an image cannot be read, or has no place in the prompt."""
         if len(sources) < count:
             raise RequestError(
                 f"the chat template shows {len(sources)} of {count} images; send them in a user's message"
             )
-        fetch = self.defaults.fetch and partial(self.defaults.fetch, until=time.monotonic() + FETCH_SECONDS)
         files: dict[str, bytes] = {}
         for source in dict.fromkeys(sources):
-            files[source] = image_bytes(source, fetch)
+            files[source] = image_bytes(source)
             if (length := sum(map(len, files.values()))) > MAX_BODY:
                 raise RequestError(f"the images have {length} bytes together; at most {MAX_BODY}")
         with PIXELS.hold(sum(map(count_pixels, set(files.values())))):

@@ -4,7 +4,6 @@ import base64
 import binascii
 import io
 import re
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
@@ -41,23 +40,16 @@ def bytes_of(source: ImageSource) -> bytes:
     )
 
 
-def image_bytes(url: str, fetch: Callable[[str], bytes] | None) -> bytes:
-    """The bytes behind an untrusted URL.
-
-    Args:
-        fetch: fetches from http and https; None: nothing is fetched. Other schemes but `data:` never are.
+def image_bytes(url: str) -> bytes:
+    """The bytes of an untrusted URL.
 
     Raises:
-        RequestError: it cannot be had.
+        RequestError: it is no data: URL, or a wrong one.
     """
     url = url.strip()
-    if _is_data_url(url):
-        return from_data_url(url)
-    if not url.lower().startswith(("http://", "https://")):
-        raise RequestError("an image is neither a data: URL nor at http:// or https://; send data:image/png;base64,...")
-    if fetch is None:
-        raise RequestError("images are not fetched from other machines; send a data: URL, or serve --allow-image-urls")
-    return fetch(url)
+    if not _is_data_url(url):
+        raise RequestError("images are not fetched from elsewhere; send a data: URL, data:image/png;base64,...")
+    return from_data_url(url)
 
 
 def _is_data_url(source: str) -> bool:

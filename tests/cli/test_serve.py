@@ -229,4 +229,4 @@ def test_the_command_is_listed():
         text=True,
         env=child_environment(),
     )
-    assert done.returncode == 0 and "--allow-image-urls" in done.stdout
+    assert done.returncode == 0 and "--idle-minutes" in done.stdout

@@ -69,14 +69,13 @@ class Live:
         idle_seconds=None,
         parallel=4,
         decode_share=1 / 3,
-        fetch=None,
         describe=None,
         context=None,
     ):
         self.socket = bind("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        defaults = Defaults(Sampling(temperature=0.0), {}, fetch)
+        defaults = Defaults(Sampling(temperature=0.0), {})
         loads = load if isinstance(load, dict) else {"tiny": load}
         choices = [
             ModelChoice(

@@ -80,7 +80,7 @@ def test_several_ranks_read_no_images_and_plan_none():
     assert engine.plan.demand == without.plan.demand
     with pytest.raises(RequestError, match=REFUSED):
         prompt_with_images([1, 2], image_goldens.png(FAMILY, 0), engine.model)
-    defaults = Defaults(Sampling(temperature=0.0), {}, fetch=lambda url, until: pytest.fail("it was fetched"))
+    defaults = Defaults(Sampling(temperature=0.0), {})
     prepare = Preparer(engine.tokenizer, 256, 4096, defaults, engine.model.vision)
     content = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}, {"type": "text", "text": "?"}]
     with pytest.raises(BadRequestError, match=REFUSED):

@@ -73,7 +73,7 @@ assert {"+", "/", "="} <= set(TEXT)
     ],
 )
 def test_data_urls_are_read_as_browsers_read_them(url):
-    assert image_bytes(url, None) == DATA
+    assert image_bytes(url) == DATA
     assert bytes_of(url.strip()) == DATA
 
 
@@ -90,7 +90,7 @@ def test_data_urls_are_read_as_browsers_read_them(url):
 )
 def test_damaged_data_urls_are_refused(url, said):
     with pytest.raises(RequestError, match=said):
-        image_bytes(url, None)
+        image_bytes(url)
 
 
 @pytest.mark.parametrize("data", [b"", b"hello", image_goldens.png(FAMILY, 0)[:10]])
