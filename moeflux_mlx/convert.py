@@ -218,8 +218,6 @@ def _print_report(report: ConversionReport, options: argparse.Namespace) -> None
 
 def add_places(add: Adder) -> None:
     """Adds the options of where, and how, a model is written."""
-    add("--ranks", type=int, metavar="N", help="with --rank: write only the experts of that rank, of N machines")
-    add("--rank", type=int, metavar="I", help="number of the rank, from 0")
     add(
         "--also",
         nargs="+",

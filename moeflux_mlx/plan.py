@@ -25,7 +25,6 @@ from .cli.options import (
     written,
 )
 from .cli.planning import ASSUMED_DISK, figures, measure_disk, memory_lines, reading_line
-from .cli.rank_planning import LINK_GB_PER_S, LINK_US, Machines, machines_of, rank_lines
 from .cli.terminal import note
 from .errors import RequestError
 from .experts.source import IoMode
@@ -40,7 +39,7 @@ from .opening.remote import Remote, is_remote
 from .opening.weights import ModelWeights, open_weights, with_best_pool
 from .packing.recipe import Recipe, read_recipe
 from .packing.tables import SMALL_GROUP
-from .planning.budget import Planner, plan_memory
+from .planning.budget import Planner
 from .planning.demand import Demand
 from .planning.expert_io import from_environment
 from .planning.forecast import TokenWork, expected, uniform
@@ -91,13 +90,12 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.chips is not None:
         return chips.run(options)
-    machines = machines_of(options.rank_count, options.link_us, options.link_gb_per_s)
-    refuse_idle(options, machines)
+    refuse_idle(options)
     own = dtype_of(options)
     dtype = default_dtype() if own is None else own
     stated = stated_disk(options)
     expert_io = from_environment(options.expert_io)
-    model = describe(options, dtype, expert_io, is_alone=machines is None)
+    model = describe(options, dtype, expert_io)
     args = keeping(model.args, options.kv_bits, own)
     demand = demanded(options, model, args, dtype, expert_io)
     layout, machine = model.layout, figures(options.ram_gb, options.memory_gb)
@@ -118,11 +116,6 @@ def run(options: argparse.Namespace) -> int:
         lines.append(measured_line(disk, model.weights.experts))
     elif stated is None:
         lines.append(f"disk: {disk / 1e9:g} GB/s assumed; --measure-disk measures --model's, --disk-gb-per-s states it")
-    if machines is not None:
-        share = replace(layout, num_experts=-(-layout.num_experts // machines.ranks))
-        each = plan_memory(args, share, machine, plan.demand)
-        print("\n".join([*memory_lines(each, share), *lines, *rank_lines(args, layout, plan, each, machines, disk)]))
-        return 0
     work = TokenWork.of(args, model.dense, layout.token_bytes(args), POSITIONS, plan.demand.itemsize)
     forecasts = forecast_lines(plan, work, disk)
     speeds = speed_lines(args, layout, plan, disk)
@@ -130,13 +123,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def refuse_idle(options: argparse.Namespace, machines: Machines | None) -> None:
-    """Raises RequestError: an option has no effect beside another."""
-    idle = {"--variant": [] if options.variant is None else OF_FILES, "--ranks": ["draft"] if machines else []}
-    for other, names in idle.items():
-        for name in names:
-            if getattr(options, name) != NOT_GIVEN[name]:
-                raise RequestError(f"{written(name)} has no effect with {other}; leave one of them out")
+def refuse_idle(options: argparse.Namespace) -> None:
+    """Raises RequestError: an option has no effect beside --variant."""
+    for name in OF_FILES if options.variant is not None else ():
+        if getattr(options, name) != NOT_GIVEN[name]:
+            raise RequestError(f"{written(name)} has no effect with --variant; leave one of them out")
 
 
 def stated_disk(options: argparse.Namespace) -> int | None:
@@ -155,11 +146,9 @@ def stated_disk(options: argparse.Namespace) -> int | None:
     return stated
 
 
-def describe(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str, is_alone: bool) -> Described:
-    """The model of the options, with resident weights in `dtype`; its experts must allow the mode `expert_io`. One
-    machine that `is_alone` needs all of them, and reads images.
-    """
-    with_images = is_alone and not options.no_vision
+def describe(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str) -> Described:
+    """The model of the options, with resident weights in `dtype`; its experts must allow the mode `expert_io`."""
+    with_images = not options.no_vision
     if options.variant is not None:
         return describe_variant(ModelArgs.from_variant(options.variant), options.recipe, dtype)
     if is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
@@ -174,8 +163,6 @@ def describe(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str, is_al
         )
     weights = open_weights(locate(options.model, shards_in=options.shards_in), options.without_correction_bias)
     weights.check_mode(expert_io)
-    if is_alone:
-        weights.check_held(None)
     resident = resident_bytes(weights.shapes, dtype)
     dense = token_bytes(weights.args, weights.shapes, dtype)
     vision = weights.vision(with_images)
@@ -316,16 +303,6 @@ def parser() -> argparse.ArgumentParser:
         "--context", type=int, metavar="TOKENS", help="tokens to plan for; default: 8192, or fewer where only fewer fit"
     )
     add_shared(add, "--prefill-step-size", "--draft", "--set")
-    add = made.add_argument_group("several machines (docs/several-machines.md)").add_argument
-    add(
-        "--ranks",
-        type=int,
-        dest="rank_count",
-        metavar="N",
-        help="plan for one of N equal machines, and compare them with a single one",
-    )
-    add("--link-us", type=float, metavar="US", help=f"microseconds per message ({LINK_US:g})")
-    add("--link-gb-per-s", type=float, metavar="GB", help=f"speed at which a machine receives ({LINK_GB_PER_S:g})")
     return made
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import NotPackedError
 from ..formats.checkpoint import Checkpoint, check_folders, open_checkpoint, read_bytes
-from ..formats.packed import PackedExperts, StripedExperts, open_packed
+from ..formats.packed import open_packed
 from ..formats.record import BIAS, ExpertLayout
 from ..formats.tables import TableFiles, open_tables
 from ..kinds import Activation
@@ -165,9 +165,7 @@ class PackedWeights:
     def __init__(self, located: Located):
         path = self._path = located.path
         self.args = located.args
-        self._files: PackedExperts | StripedExperts = open_packed(path, self.args)
-        if isinstance(self._files, PackedExperts) and self._files.share is not None:
-            raise NotPackedError(f"{path} holds only {self._files.share}; give a directory with all experts")
+        self._files = open_packed(path, self.args)
         self.names = frozenset(read_resident(path))
         self.layout, self.tables = self._files.layout, open_tables(path, self.args)
 

@@ -24,7 +24,6 @@ Adder = Callable[..., argparse.Action]  # `add_argument` of a parser or of a gro
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_CACHE_GB = 10.0
 NOT_OPTIONS = ("vision", "trial", "beside")  # settings that options name otherwise or not at all
-OTHER_NAMES = {"rank_count": "ranks"}  # what options are called where argparse stores them under another name
 # Defaults of options; None for all others.
 NOT_GIVEN = {
     **{
@@ -255,7 +254,7 @@ def file_to_write(option: str, name: str) -> Path:
 
 def written(name: str) -> str:
     """The option that argparse stores as `name`, as users write it."""
-    return f"--{OTHER_NAMES.get(name, name).replace('_', '-')}"
+    return f"--{name.replace('_', '-')}"
 
 
 def parse_template_config(text: str) -> JsonDict:

@@ -12,7 +12,6 @@ from ..experts.memory import page_aligned
 from ..experts.reader import ExpertReader
 from ..experts.reads import Read
 from ..experts.source import IoMode
-from ..formats.packed import PackedExperts
 from ..formats.page_cache import drop_files
 from ..formats.pieces import ExpertFiles
 from ..formats.record import ExpertLayout
@@ -88,9 +87,7 @@ def measure_disk(files: ExpertFiles) -> float:
     drop_files(files.sizes)
     layout, reader = files.layout, ExpertReader(files)
     in_flight = IN_FLIGHT * reader.drives
-    share = files.share if isinstance(files, PackedExperts) else None
     every = [(layer, expert) for layer in layout.records for expert in range(layout.count(layer))]
-    every = [key for key in every if share is None or share.has(*key)]
     count = max(min(MEASURED_BYTES // layout.held_bytes, len(every)), 1)
     memory, waiting, nbytes = page_aligned(in_flight, layout.held_bytes // 4), deque[Read](), 0
     start = time.perf_counter()

@@ -13,11 +13,9 @@ def check_grids(experts: PackedExperts | StripedExperts) -> None:
         ModelFileError: two of one form differ, or a file cannot be read.
     """
     layout, known = experts.layout, dict[str, tuple[bytes, str]]()
-    share = experts.share if isinstance(experts, PackedExperts) else None
     for layer, record in layout.records.items():
         fields = [(part.quant.mode, field) for part in record.projections for field in part.codes if field.part == GRID]
-        held = [one for one in range(layout.count(layer)) if fields and (share is None or share.has(layer, one))]
-        for expert in held[:1] + held[-1:]:
+        for expert in {0, layout.count(layer) - 1} if fields else ():
             path, start, _, _ = experts.pieces(layer, expert)[0]
             for mode, field in fields:
                 where = f"{field.name} of {layout.named((layer, expert))}"

@@ -10,10 +10,7 @@ that have it, `record_size` and `record_stride` in bytes, and `fields` as versio
 `group_size` and `mode` of its matrix. It has neither `expert_size` nor `components`, so that a reader that looks only
 for those fails instead of reading nonsense. Its fields are weight, scales and biases of gate, up and down.
 
-Version 3 is version 2 with `held`: the files hold only the experts of rank `rank`, of the ranks with `shares`. In place
-of the other experts they hold only zeros and samples. Offsets and lengths are those of a whole model.
-
-Version 4 has the keys of version 2, with `held` if version 3 would have it. A record can have any fields: `fields`
+Version 4 has the keys of version 2. A record can have any fields: `fields`
 lists them in the order of the file, by name, dtype, shape, offset and size. The additional fields that we know are
 `supers`, `minima` and `grid`, as `Quant` says, `bias` [rows] and `global_scale` [1], a float32, of a matrix (which then
 has `global_scale`: true next to its `mode`); a record may have no gate. Fields begin at multiples of 16 bytes and do
@@ -23,7 +20,7 @@ it. In each layer every expert has one geometry, and its record begins where the
 layers in turn: of n directories, number i has the experts i, i + n, i + 2n, ... without gaps, in a file with the
 layer's usual name. The first is ".", the directory of layout.json; the others are paths. A geometry may have `values`,
 a number: then it is not that of its layers' routed experts but of so many value experts of each of them, whose only
-matrix is `v_proj`, and which lie in files called values_NN.bin. Version 4 is written only if versions 1 to 3 cannot
+matrix is `v_proj`, and which lie in files called values_NN.bin. Version 4 is written only if versions 1 and 2 cannot
 express the geometry. A new field, key, dtype or mode needs no further version: a reader refuses what it does not know.
 
 We do not read records that differ within a layer. Only strides and the dtype of floating scales are taken from such a
@@ -39,7 +36,6 @@ from ..errors import ModelFileError
 from ..files import JsonDict, JsonObject
 from ..quant import GLOBAL_SCALE, PARTS
 from ..spec import ModelArgs
-from .owners import MOST_RANKS, MOST_SHARE, Owners, RankShare
 from .record import (
     BLOCK_BYTES,
     LOAD_BYTES,
@@ -55,7 +51,7 @@ from .record import (
     stated_quants,
 )
 
-UNIFORM_VERSION, VERSION, SHARE_VERSION, OPEN_VERSION = VERSIONS = 1, 2, 3, 4
+UNIFORM_VERSION, VERSION, OPEN_VERSION = VERSIONS = 1, 2, 4
 GEOMETRY_KEYS = ("layers", "experts", "record_size", "record_stride", "fields", "directories", "values")
 OWN_DIRECTORY = "."
 _SHORT = reprlib.Repr()
@@ -63,22 +59,14 @@ _SHORT.maxlevel = 1  # shows only that nested values exist
 FIELD_KEYS = ("name", "offset", "size", "dtype", "shape", "bits", "group_size", "mode", GLOBAL_SCALE)
 
 
-def to_json(layout: ExpertLayout, share: RankShare | None = None, also: Sequence[str] = ()) -> JsonDict:
-    """The contents of `layout.json`.
-
-    Args:
-        share: what the directory holds, where it is no more than that.
-        also: the other directories that hold records.
-    """
+def to_json(layout: ExpertLayout, also: Sequence[str] = ()) -> JsonDict:
+    """The contents of `layout.json`. `also`: the other directories that hold records."""
     version = _least_version(layout)
     if also:
         content = _varied(layout, OPEN_VERSION)
         for geometry in content["geometries"]:
             geometry["directories"] = [OWN_DIRECTORY, *also]
         return content
-    if share is not None:
-        held = {"shares": list(share.owners.shares), "rank": share.rank}
-        return {**_varied(layout, max(version, SHARE_VERSION)), "held": held}
     return _uniform(layout) if version == UNIFORM_VERSION else _varied(layout, version)
 
 
@@ -92,24 +80,6 @@ def _least_version(layout: ExpertLayout) -> int:
 def _has_usual_fields(record: Record) -> bool:
     named = [projection.name for projection in record.projections]
     return named == [*PROJECTIONS] and all(field.part in PARTS for field in record.fields)
-
-
-def held_by(content: JsonObject, where: object) -> RankShare | None:
-    """The share that the file `where` says the directory holds; None: everything.
-
-    Raises:
-        ModelFileError: it says nothing that makes sense.
-    """
-    version = content.get("format_version")
-    if version != SHARE_VERSION and (version != OPEN_VERSION or "held" not in content):
-        return None
-    held: Any = content.get("held")
-    shares, rank = (held.get("shares"), held.get("rank")) if isinstance(held, Mapping) else (None, None)
-    if not isinstance(shares, list) or not all(type(one) is int and 1 <= one <= MOST_SHARE for one in shares):
-        raise ModelFileError(f"{where}: held {_SHORT.repr(held)} has no shares, integers from 1 to {MOST_SHARE}")
-    if type(rank) is not int or not 0 <= rank < len(shares) <= MOST_RANKS:
-        raise ModelFileError(f"{where}: held {_SHORT.repr(held)} names no rank of its {len(shares)}")
-    return RankShare(Owners(tuple(shares)), rank)
 
 
 def directories_of(content: JsonObject, where: object) -> list[str]:
@@ -141,7 +111,9 @@ def from_json(content: JsonObject, args: ModelArgs, where: object) -> ExpertLayo
     """
     version = content.get("format_version", UNIFORM_VERSION)
     if type(version) is not int or version not in VERSIONS:
-        raise ModelFileError(f"{where}: format_version {_SHORT.repr(version)} is not 1, 2, 3 or 4")
+        raise ModelFileError(f"{where}: format_version {_SHORT.repr(version)} is not 1, 2 or 4")
+    if "held" in content:  # version 3 had it, and 4 might
+        raise ModelFileError(f"{where}: held: the files have one rank's experts only; convert the checkpoint again")
     layout = _read_uniform(content, args, where) if version == UNIFORM_VERSION else _read_varied(content, args, where)
     least = _least_version(layout)
     if version < least:
@@ -204,7 +176,7 @@ def _agree_components(where: object, stated: list[JsonObject], wanted: list[Json
             _agree(where, f"{key} of {component['name']}", one.get(key), value)
 
 
-# ---- versions 2, 3 and 4
+# ---- versions 2 and 4
 
 
 def _varied(layout: ExpertLayout, version: int) -> JsonDict:

@@ -10,8 +10,7 @@ from pathlib import Path
 from ..errors import ModelFileError
 from ..files import read_json
 from ..spec import ModelArgs
-from .layout_file import directories_of, from_json, held_by
-from .owners import RankShare
+from .layout_file import directories_of, from_json
 from .pieces import FilePiece
 from .record import ExpertLayout
 
@@ -27,12 +26,11 @@ def is_packed(path: Path) -> bool:
 
 
 class PackedExperts:
-    """The layer files of one model: `layout`, the checked path of each MoE layer, and the share that they hold."""
+    """The layer files of one model: `layout`, and the checked path of each MoE layer."""
 
-    def __init__(self, layout: ExpertLayout, paths: dict[int, Path], share: RankShare | None = None):
+    def __init__(self, layout: ExpertLayout, paths: dict[int, Path]):
         self.layout = layout
         self.paths = paths
-        self.share = share
 
     @property
     def sizes(self) -> dict[Path, int]:
@@ -48,12 +46,11 @@ class PackedExperts:
         """Raises ModelFileError: a file is missing, has the wrong length, or layout.json disagrees."""
         folder = Path(model_path) / FOLDER
         layout_file = folder / LAYOUT
-        content = read_json(layout_file)
-        layout, share = from_json(content, args, layout_file), held_by(content, layout_file)
+        layout = from_json(read_json(layout_file), args, layout_file)
         paths = {number: folder / layout.file_name(number) for number in layout.records}
         for layer, path in paths.items():
             check_length(path, layout.layer_bytes(layer))
-        return cls(layout, paths, share)
+        return cls(layout, paths)
 
 
 class StripedExperts:

@@ -134,7 +134,6 @@ def _checked_mode(expert_io: str, weights: ModelWeights, ranks: Company | None) 
     weights.check_mode(mode)
     if ranks is not None:
         return ranks.io_mode(mode, weights)
-    weights.check_held(None)
     return mode
 
 

@@ -13,7 +13,6 @@ from ..errors import RequestError
 from ..files import user_path
 from ..formats.checkpoint import check_folders
 from ..formats.grids import check_grids
-from ..formats.owners import RankShare
 from ..formats.packed import PackedExperts, StripedExperts, open_packed
 from ..formats.pieces import ExpertFiles
 from ..formats.tables import TableFiles, open_tables
@@ -96,19 +95,6 @@ class ModelWeights:
                 f"expert_io mmap needs packed experts, and {self.path} is a checkpoint, which is used in place; "
                 f"leave it at auto, or run: {self.convert_command}"
             )
-
-    @property
-    def holds_a_share(self) -> bool:
-        """Whether the directory holds only some of the experts."""
-        return isinstance(self.experts, PackedExperts) and self.experts.share is not None
-
-    def check_held(self, wanted: RankShare | None) -> None:
-        """Raises ModelFileError: the directory lacks experts of the rank `wanted`, or, if there are no ranks, any
-        experts.
-        """
-        if isinstance(self.experts, PackedExperts) and self.experts.share is not None:
-            layout = self.experts.layout
-            self.experts.share.check(wanted, layout.moe_layers, layout.num_experts, self.path)
 
     def fingerprint(self, dtype: mx.Dtype, bits: int = native.EXACT) -> Fingerprint:
         """The fingerprint that saved states of the model must match; as `fingerprint_of`.

@@ -16,7 +16,6 @@ from ..errors import ConfigError, ModelFileError, RequestError
 from ..files import tagged, user_path
 from ..foreign import with_parameters_of
 from ..formats.checkpoint import COPIED, GRIDS_LICENSE, RECIPE, Checkpoint
-from ..formats.owners import MOST_RANKS, Owners, RankShare
 from ..formats.packed import FINISHED, STATE, open_packed
 from ..quant import GRID, unquantized
 from ..rounding.methods import MINMAX
@@ -25,7 +24,7 @@ from .found_files import FoundFiles, checkpoint_digest
 from .gguf_folder import describe, tokenizer_folder
 from .gguf_tables import license_text
 from .in_place import open_in_place
-from .layer_files import HeldLayerFile, layout_json
+from .layer_files import layout_json
 from .located import Located, open_source
 from .mlx_layout import INDEX as MLX_INDEX
 from .plan import ConversionPlan, Outcome, make_plan, read_args
@@ -50,7 +49,7 @@ def small_files(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, bytes
     files["config.json"] = (json.dumps(tagged(config), indent=2, ensure_ascii=False) + "\n").encode()
     if plan.index is not None:
         return {MLX_INDEX: plan.index, **files}
-    files[FINISHED] = layout_json(plan.layout, plan.share, plan.also)
+    files[FINISHED] = layout_json(plan.layout, plan.also)
     return files
 
 
@@ -99,8 +98,6 @@ class ConvertSettings(Forms):
     verify: bool = False
     revision: str | None = None
     delete_source: bool = False
-    ranks: int | None = None
-    rank: int | None = None
     also: Sequence[str | Path] = ()
     layout: str = PACKED
     tokenizer: str | Path | None = None
@@ -110,24 +107,6 @@ class ConvertSettings(Forms):
     def is_here(self) -> bool:
         """Whether the checkpoint is a directory or a file that stays."""
         return user_path(self.hf_path).exists() and not self.delete_source
-
-    @property
-    def share(self) -> RankShare | None:
-        """The experts to write, if not all.
-
-        Raises:
-            ConfigError: there is no such rank, or the checkpoint comes, or goes, shard by shard.
-        """
-        ranks, rank = self.ranks, self.rank
-        if ranks is None and rank is None:
-            return None
-        if ranks is None or rank is None or not 2 <= ranks <= MOST_RANKS or not 0 <= rank < ranks:
-            values = {"--ranks": ranks, "--rank": rank}
-            given = " and ".join(f"{name} is {'missing' if one is None else one}" for name, one in values.items())
-            raise ConfigError(f"{given}; give 2 to {MOST_RANKS} ranks, and the number of one of them, from 0 on")
-        if not self.is_here:
-            raise ConfigError("--ranks converts a directory that stays: download the checkpoint, and keep its shards")
-        return RankShare(Owners((1,) * ranks), rank)
 
 
 @with_parameters_of(ConvertSettings, {})
@@ -158,7 +137,6 @@ def convert(settings: ConvertSettings) -> ConversionReport:
         revision: of the Hugging Face repo.
         delete_source: delete each shard of the checkpoint directory once it is packed and was read back; files that
             are links, or have another name, are refused.
-        ranks, rank: write only the experts that rank `rank` of `ranks` owns; the places of the others stay empty.
         also: new or empty directories on other drives. The experts of each layer are distributed over these and
             `mlx_path`, so that all drives are read in parallel.
         layout: "packed", or "mlx": a checkpoint that mlx-lm loads, from a directory that stays; without draft heads and
@@ -180,13 +158,12 @@ def convert_with(settings: ConvertSettings) -> ConversionReport:
     wanted = Wanted.of(settings)
     wanted.check(is_calibrated=not isinstance(settings.rounding, str))
     path, folders = user_path(settings.mlx_path), [user_path(folder).absolute() for folder in settings.also]
-    share = settings.share
-    _check_also(path, folders, share, settings.is_here)
-    _check_layout(settings.layout, settings.is_here and share is None and not folders)
+    _check_also(path, folders, settings.is_here)
+    _check_layout(settings.layout, settings.is_here and not folders)
     with reserved(path):  # before reading anything that another conversion could change
         supply, checkpoint, found = _open(settings, path)
-        plan = make_plan(checkpoint, read_args(checkpoint), wanted, share, folders, settings.layout == MLX)
-        options = _asked(wanted, plan, share, folders, settings.layout)
+        plan = make_plan(checkpoint, read_args(checkpoint), wanted, folders, settings.layout == MLX)
+        options = _asked(wanted, plan, folders, settings.layout)
         output = Output(path, {"source": _digest(checkpoint, supply), "options": options}, _origin(settings, wanted))
         if supply is None:
             _check_space(output, plan, folders)
@@ -217,7 +194,7 @@ def _origin(settings: ConvertSettings, wanted: Wanted) -> dict[str, Any]:
 
 def _check_space(output: Output, plan: ConversionPlan, folders: Sequence[Path]) -> None:
     """Makes the other directories. Raises ModelFileError: a disk has no room."""
-    check_space(output.path, output.missing_bytes(_in_folder(plan, None)) - _left_out(output, plan))
+    check_space(output.path, output.missing_bytes(_in_folder(plan, None)))
     for folder in folders:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -243,10 +220,10 @@ def _digest(checkpoint: Checkpoint, supply: Supply | None) -> str:
     return checkpoint_digest(checkpoint, stamps)
 
 
-def _check_also(path: Path, folders: Sequence[Path], share: RankShare | None, is_here: bool) -> None:
+def _check_also(path: Path, folders: Sequence[Path], is_here: bool) -> None:
     """Raises ConfigError, ModelFileError: the experts cannot be spread over these directories."""
-    if folders and (share is not None or not is_here):
-        raise ConfigError("--also converts a whole directory that stays: leave out --ranks and --delete-source")
+    if folders and not is_here:
+        raise ConfigError("--also converts a directory that stays: download the checkpoint, leave --delete-source out")
     if len({path.absolute(), *folders}) <= len(folders):
         raise ConfigError("--also and --mlx-path name a directory twice; give different ones, on different drives")
     for folder in folders:
@@ -260,8 +237,8 @@ def _check_layout(layout: str, is_plain: bool) -> None:
         raise ConfigError(f"layout is {layout!r}; give {' or '.join(LAYOUTS)}")
     if layout == MLX and not is_plain:
         raise ConfigError(
-            "--layout mlx converts a whole directory that stays: download the checkpoint, and leave out "
-            "--delete-source, --ranks and --also"
+            "--layout mlx converts a directory that stays: download the checkpoint, and leave out --delete-source and "
+            "--also"
         )
 
 
@@ -270,22 +247,13 @@ def _in_folder(plan: ConversionPlan, folder: Path | None) -> list[Unit]:
     return [one for one in plan.units if (Path(one.name).parent if Path(one.name).is_absolute() else None) == folder]
 
 
-def _asked(
-    wanted: Wanted, plan: ConversionPlan, share: RankShare | None, folders: Sequence[Path], layout: str
-) -> dict[str, Any]:
+def _asked(wanted: Wanted, plan: ConversionPlan, folders: Sequence[Path], layout: str) -> dict[str, Any]:
     """What the bytes depend on. Min-max goes without saying, as in conversions before there was a choice."""
     method = wanted.rounding.method
     rounding = {"rounding": method} if plan.rounds and method != MINMAX else {}
     others = {"layout": layout} if layout != PACKED else {}
     also = {"also": list(map(str, folders))} if folders else {}
-    of_rank = {} if share is None else {"ranks": len(share.owners.shares), "rank": share.rank}
-    return {**wanted.options, **rounding, **of_rank, **also, **others}
-
-
-def _left_out(output: Output, plan: ConversionPlan) -> int:
-    """Bytes of the files to be written that take no room."""
-    held = (unit for unit in plan.units if isinstance(unit, HeldLayerFile) and unit.name not in output.files)
-    return sum(unit.left_out for unit in held)
+    return {**wanted.options, **rounding, **also, **others}
 
 
 def _at_once(

@@ -15,13 +15,11 @@ from ..errors import ModelFileError
 from ..files import read_json
 from ..formats.checkpoint import read_bytes
 from ..formats.finite import not_finite
-from ..formats.layout_file import from_json, held_by, to_json
-from ..formats.owners import RankShare
+from ..formats.layout_file import from_json, to_json
 from ..formats.packed import FOLDER, LAYOUT, check_length
 from ..formats.record import ExpertLayout, Quants
 from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
-from ..state.fingerprint import EXPERT_SAMPLES, SAMPLE_BYTES, offsets_of
 from .expert_parts import CheckpointExperts
 from .resident import array_bytes
 from .rounding import Rounding
@@ -163,44 +161,6 @@ class PackedLayerFile:
             )
 
 
-class HeldLayerFile:
-    """A layer file that holds one rank's experts. The others' places are zeros, which take no room on the disk, but for
-    the samples that tell one model from another: all ranks must find them alike.
-    """
-
-    link: Path | None = None
-
-    def __init__(self, whole: LayerFile | PackedLayerFile, share: RankShare):
-        self.whole, self.share = whole, share
-        self.name, self.size, self.stride = whole.name, whole.size, whole.geometry.stride
-        self._samples = offsets_of(self.size, EXPERT_SAMPLES)
-
-    def chunks(self) -> Iterator[Bytes]:
-        for expert in range(self.whole.layout.count(self.whole.layer)):
-            kept = self._kept(expert)
-            if kept == [slice(0, self.stride)]:
-                yield self.whole.record(expert)
-                continue
-            record = bytearray(self.stride)
-            made = self.whole.record(expert) if kept else record
-            for part in kept:
-                record[part] = made[part]
-            yield record
-
-    @property
-    def left_out(self) -> int:
-        """Bytes that take no room."""
-        return sum(self.stride for expert in range(self.whole.layout.count(self.whole.layer)) if not self._kept(expert))
-
-    def _kept(self, expert: int) -> list[slice]:
-        """The parts of its record that are written."""
-        if self.share.has(self.whole.layer, expert):
-            return [slice(0, self.stride)]
-        start = expert * self.stride
-        ends = [(max(at - start, 0), min(at + SAMPLE_BYTES - start, self.stride)) for at in self._samples]
-        return [slice(first, last) for first, last in ends if first < last]
-
-
 class StripedLayerFile:
     """The records of a layer that one of several directories has: the experts `number`, `number` + `of`, ...
 
@@ -225,12 +185,9 @@ def packed_layers(layout: ExpertLayout, folder: Path, args: ModelArgs) -> list[P
     Raises:
         ModelFileError: a file is missing or has the wrong length, or its layout.json contradicts config.json.
     """
-    content = read_json(folder / LAYOUT)
-    source, share = from_json(content, args, folder / LAYOUT), held_by(content, folder / LAYOUT)
-    if share is not None:
-        raise ModelFileError(f"{folder} holds the experts of {share} only; convert what it was made from")
+    source = from_json(read_json(folder / LAYOUT), args, folder / LAYOUT)
     return [PackedLayerFile(layout, source, layer, folder) for layer in layout.moe_layers]
 
 
-def layout_json(layout: ExpertLayout, share: RankShare | None, also: Sequence[Path] = ()) -> bytes:
-    return json.dumps(to_json(layout, share, [str(folder) for folder in also]), indent=2).encode()
+def layout_json(layout: ExpertLayout, also: Sequence[Path] = ()) -> bytes:
+    return json.dumps(to_json(layout, [str(folder) for folder in also]), indent=2).encode()

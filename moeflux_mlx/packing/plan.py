@@ -10,14 +10,13 @@ from ..errors import ConfigError, ModelFileError
 from ..families.registry import FAMILIES
 from ..files import JsonDict, JsonObject
 from ..formats.checkpoint import Checkpoint, Tensor
-from ..formats.owners import RankShare
 from ..formats.record import ExpertLayout, Record, set_path
 from ..formats.tables import STEM
 from ..quant import Quant, of_packed, parse, unquantized
 from ..spec import ModelArgs
 from .aside import aside_files
 from .expert_parts import find_experts
-from .layer_files import HeldLayerFile, LayerFile, PackedLayerFile, StripedLayerFile, packed_layers, plan_experts
+from .layer_files import LayerFile, PackedLayerFile, StripedLayerFile, packed_layers, plan_experts
 from .mlx_layout import MlxLayout, mlx_layout
 from .recipe import Recipe
 from .resident import ResidentFile, ResidentPlan, override, plan_resident
@@ -71,7 +70,6 @@ class ConversionPlan:
     quantization: JsonObject
     outcome: Outcome
     rounds: bool
-    share: RankShare | None = None
     also: tuple[Path, ...] = ()
     tables: tuple[Table, ...] = ()
     index: bytes | None = None
@@ -99,7 +97,6 @@ def make_plan(
     checkpoint: Checkpoint,
     args: ModelArgs,
     wanted: Wanted,
-    share: RankShare | None = None,
     also: Sequence[Path] = (),
     as_mlx: bool = False,
 ) -> ConversionPlan:
@@ -154,13 +151,13 @@ def make_plan(
         *resident.files(),
         *(table_files(tables) if tables else ()),
         *aside_files(checkpoint.tensors.values(), args.num_hidden_layers),
-        *_experts_files(layers, share, also),
+        *_experts_files(layers, also),
     )
     stored_rows = {STEM.format(table.layer): override(table.shards[0].form.quant) for table in tables}
     quantization = resident.quantization() | stored_rows
-    if not layout.is_uniform or share is not None or also:  # layout.json of version 1 implies the form of experts
+    if not layout.is_uniform or also:  # layout.json of version 1 implies the form of experts
         quantization |= _of_experts(args, quantization, layout)
-    return ConversionPlan(layout, units, quantization, outcome, rounds, share, tuple(also), tuple(tables))
+    return ConversionPlan(layout, units, quantization, outcome, rounds, tuple(also), tuple(tables))
 
 
 def _expert_fallbacks(args: ModelArgs, recipe: Recipe, layer: int, record: Record) -> Iterator[Fallback]:
@@ -188,15 +185,11 @@ def _mlx_layout(
     return mlx_layout(args, resident, fresh, checkpoint.tensors.values())
 
 
-def _experts_files(
-    layers: Sequence[LayerFile | PackedLayerFile], share: RankShare | None, also: Sequence[Path]
-) -> Sequence[Unit]:
-    if share is not None:
-        return [HeldLayerFile(one, share) if one.layer in one.layout.moe_layers else one for one in layers]
-    if also:
-        folders = (None, *also)
-        return [StripedLayerFile(layer, i, len(folders), one) for layer in layers for i, one in enumerate(folders)]
-    return layers
+def _experts_files(layers: Sequence[LayerFile | PackedLayerFile], also: Sequence[Path]) -> Sequence[Unit]:
+    if not also:
+        return layers
+    folders = (None, *also)
+    return [StripedLayerFile(layer, i, len(folders), one) for layer in layers for i, one in enumerate(folders)]
 
 
 def _of_experts(args: ModelArgs, quantization: JsonObject, layout: ExpertLayout) -> JsonDict:

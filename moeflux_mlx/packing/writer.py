@@ -14,8 +14,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
-
 from ..errors import ModelFileError
 from ..files import JsonDict, JsonObject, existing_parent, read_json, shown_gb, sync, sync_folder
 from ..formats.packed import STATE
@@ -25,7 +23,6 @@ STATE_VERSION = 1
 PARTIAL = ".partial"
 BEGUN = {"source": "from another checkpoint", "options": "with other options", "version": "by another version"}
 READ_BYTES = 1 << 22
-HOLE_BYTES = 1 << 18  # zeros that are not written
 
 Advance = Callable[[int], None]
 ByteProgress = Callable[[int, int, str], None]  # called with the bytes that are done, all bytes, and what is done
@@ -251,14 +248,10 @@ def _reading(file: Path) -> Iterator[None]:
 def _write_all(partial: Path, unit: Unit, advance: Advance) -> str:
     digest = hashlib.sha256()
     with open(partial, "wb") as opened:
-        for chunk in _slices(unit.chunks(), HOLE_BYTES):
-            if np.frombuffer(chunk, np.uint8).any():
-                opened.write(chunk)
-            else:  # it takes no room on the disk
-                opened.seek(len(chunk), os.SEEK_CUR)
+        for chunk in _slices(unit.chunks()):
+            opened.write(chunk)
             digest.update(chunk)
             advance(len(chunk))
-        opened.truncate()
         opened.flush()
         sync(opened.fileno())
         assert opened.tell() == unit.size, f"{unit.name}: {opened.tell()} bytes written, {unit.size} planned"

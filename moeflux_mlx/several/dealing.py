@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..formats.owners import Owners
 from ..formats.record import Key
+from .owners import Owners
 
 SURE = 7 / 8  # share of a pool's slots that the account uses; the others may hold guesses
 

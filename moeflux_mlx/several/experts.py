@@ -16,7 +16,6 @@ from ..experts.lookahead import Lookahead
 from ..experts.routing import Pieces, Routing, finished, in_parts
 from ..experts.source import ExpertLoader
 from ..experts.waves import expect, multiplied
-from ..formats.owners import Owners
 from ..ops.backend import AnyArray, Array, computes_at_once, constant, library_of, of_kind
 from ..ops.combine import combined
 from ..ops.elementwise import float32
@@ -27,6 +26,7 @@ from ..ops.records import Records
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .dealing import Dealing
 from .group import FAILED, FINE, STOPPED, Exchange, Gathered
+from .owners import Owners
 
 ROUTING, ROWS = 1, 2  # kinds of messages, to which the number of the layer is added
 KINDS = 16

@@ -14,10 +14,10 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RankError
-from ..formats.owners import MOST_SHARE
 from ..ops import backend, native
 from ..state.fingerprint import Fingerprint
 from .group import FAILED, FINE, Exchange
+from .owners import MOST_SHARE
 
 HELLO, SETTINGS = 5, 6  # kinds of messages
 PROTOCOL = 2

@@ -9,7 +9,6 @@ import numpy as np
 
 from ..errors import RankError, RequestError
 from ..experts.source import ExpertLoader
-from ..formats.owners import Owners, RankShare
 from ..formats.record import ExpertLayout
 from ..opening.weights import ModelWeights
 from ..ops import backend
@@ -20,6 +19,7 @@ from .experts import RankedExperts
 from .group import FAILED, FINE, Exchange
 from .handshake import Settings, agree, digests, greet
 from .joining import allow
+from .owners import Owners
 
 READY = 7  # kind of a message
 OPENING_SECONDS = 600.0  # until all have read the headers of their models, or fetched these
@@ -121,7 +121,6 @@ class Ranks:
         most = max(len(owners.experts(layer, rank, layout.num_experts)) for layer in layout.moe_layers)
         own = replace(layout, num_experts=most)
         try:
-            weights.check_held(RankShare(owners, rank))
             planned = replace(planner, layout=own).plan()
             settings = Settings(
                 **digests(weights.fingerprint(mx.float32), dtype),
@@ -131,7 +130,7 @@ class Ranks:
                 span=planned.sizes.span,
                 block=planned.sizes.block,
                 shares_routing=self.shares_routing,
-                slots=0 if weights.holds_a_share else _slots_to_deal(planned, own),
+                slots=_slots_to_deal(planned, own),
             )
         except BaseException:
             with suppress(RankError):  # which tells the others; the message here gives the reason

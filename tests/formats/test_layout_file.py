@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from test_packed import tiny_args
 
 from moeflux_mlx.errors import ConfigError, ModelFileError
-from moeflux_mlx.formats.layout_file import from_json, held_by, to_json
-from moeflux_mlx.formats.owners import Owners, RankShare
+from moeflux_mlx.formats.layout_file import from_json, to_json
 from moeflux_mlx.formats.record import (
     BLOCK_BYTES,
     PROJECTIONS,
@@ -121,32 +120,10 @@ def test_records_that_are_alike_are_one_object():
     assert Record.make(128, 64) is Record.make(128, 64)
 
 
-def test_a_share_is_read_again_and_no_reader_of_version_2_takes_it_for_a_model():
-    share = RankShare(Owners((1, 2, 1)), 1)
-    for layout, args in (varied()[::-1], varied(dict.fromkeys(range(LAYERS), UNIFORM))[::-1]):
-        stated = json.loads(json.dumps(to_json(layout, share)))
-        assert stated["format_version"] == 3 and held_by(stated, "layout.json") == share
-        assert from_json(stated, args, "layout.json").records == layout.records
-        assert held_by(json.loads(json.dumps(to_json(layout))), "layout.json") is None
-
-
-@pytest.mark.parametrize(
-    "held",
-    [
-        None,
-        7,
-        {"shares": [1, 1]},
-        {"shares": [1, 1], "rank": 2},
-        {"shares": [1, 1], "rank": -1},
-        {"shares": [1, 1], "rank": True},
-        {"shares": [], "rank": 0},
-        {"shares": [1, 0], "rank": 0},
-        {"shares": [1, 65], "rank": 0},
-        {"shares": [1] * 65, "rank": 0},
-        {"shares": {"0": 1}, "rank": 0},
-    ],
-)
-def test_an_impossible_share_is_refused(held):
-    _, layout = varied()
-    with pytest.raises(ModelFileError, match=r"x/layout.json: held"):
-        held_by({**to_json(layout, RankShare(Owners((1, 1)), 0)), "held": held}, "x/layout.json")
+def test_the_experts_of_one_rank_are_refused():
+    args, layout = varied()
+    stated = {**to_json(layout), "held": {"shares": [1, 1], "rank": 0}}
+    with pytest.raises(ModelFileError, match=r"x/layout.json: held: the files have one rank's experts only"):
+        from_json(stated, args, "x/layout.json")
+    with pytest.raises(ModelFileError, match=r"format_version 3 is not 1, 2 or 4"):
+        from_json({**stated, "format_version": 3}, args, "x/layout.json")

@@ -16,8 +16,8 @@ from moeflux_mlx.formats.record import BLOCK_BYTES, PROJECTIONS
 FIELD = ["geometries", 0, "fields"]
 SCALE = [*FIELD, 3]  # up_proj.global_scale
 IN_VERSION_2 = [
-    (["format_version"], 5, "format_version 5 is not 1, 2, 3 or 4"),
-    (["format_version"], 0, "format_version 0 is not 1, 2, 3 or 4"),
+    (["format_version"], 5, "format_version 5 is not 1, 2 or 4"),
+    (["format_version"], 0, "format_version 0 is not 1, 2 or 4"),
     (["format_version"], True, "format_version True"),
     (["format_version"], "2", "format_version '2'"),
     (["format_version"], 1, "expert_size is None"),
@@ -58,9 +58,8 @@ IN_VERSION_2 = [
 ]
 IN_VERSION_4 = [
     (["format_version"], 2, "format_version is 2; what the model's config.json gives takes 4"),
-    (["format_version"], 3, "format_version is 3; what the model's config.json gives takes 4"),
     (["format_version"], 1, "expert_size is None"),
-    (["format_version"], 1 << 70, "format_version 1180591620717411303424 is not 1, 2, 3 or 4"),
+    (["format_version"], 1 << 70, "format_version 1180591620717411303424 is not 1, 2 or 4"),
     ([*SCALE, "offset"], 4732, "offset of up_proj.global_scale in layer 0 is 4732"),  # overlaps the bias
     ([*FIELD, 4, "offset"], 4740, "offset of down_proj.weight in layer 0 is 4740"),  # misaligned
     ([*FIELD, 4, "offset"], 4768, "offset of down_proj.weight in layer 0 is 4768"),  # too large a gap

@@ -12,8 +12,7 @@ from test_layout_file import EXPERTS, LAYERS, stating, through, varied
 from test_record import FORMS, GLOBAL, MXFP4, WIDTHS
 
 from moeflux_mlx.errors import ConfigError, ModelFileError
-from moeflux_mlx.formats.layout_file import from_json, held_by, to_json
-from moeflux_mlx.formats.owners import Owners, RankShare
+from moeflux_mlx.formats.layout_file import from_json, to_json
 from moeflux_mlx.formats.record import (
     PROJECTIONS,
     SCALE_DTYPES,
@@ -22,8 +21,6 @@ from moeflux_mlx.formats.record import (
     expert_path,
 )
 from moeflux_mlx.quant import DEFAULT, GGUF_MODES, Quant, Quantization
-
-SHARE = RankShare(Owners((1, 2, 1)), 1)
 
 
 def having(by_layer, biases=False, **sizes):
@@ -61,9 +58,6 @@ def test_what_is_written_is_read_again(data, matrices, biases, hidden, inner):
     plain = {*by_layer.values()} == {UNIFORM} and {*dtypes.values()} == {"BF16"}
     usual = matrices == 3 and not biases and not factor
     assert to_json(layout)["format_version"] == ((1 if plain else 2) if usual else 4)
-    stated = json.loads(json.dumps(to_json(layout, SHARE)))
-    assert stated["format_version"] == (3 if usual else 4) and held_by(stated, "layout.json") == SHARE
-    assert from_json(stated, args, "layout.json").records.keys() == layout.records.keys()
 
 
 GGUF = [Quant(mode.bits, mode.group_size, name) for name, mode in GGUF_MODES.items()]
@@ -88,19 +82,17 @@ def test_forms_of_gguf_are_read_again(data, biases, dtype):
 
 
 @pytest.mark.parametrize(
-    ("layout", "share", "digest"),
+    ("layout", "digest"),
     [
-        (varied(dict.fromkeys(range(LAYERS), UNIFORM))[1], None, "0240a7e3b1cdd302"),
-        (varied()[1], None, "62ef16b2f8b1da26"),
-        (varied(dict.fromkeys(range(LAYERS), UNIFORM), "F16")[1], None, "e1d1f69bbb0eabcd"),
-        (varied(hidden=192, experts=6)[1], None, "82714e5b7423dba5"),
-        (varied()[1], SHARE, "54f1165ed6cef8b7"),
-        (varied(dict.fromkeys(range(LAYERS), UNIFORM))[1], SHARE, "c4ec3e6be0b9a72a"),
+        (varied(dict.fromkeys(range(LAYERS), UNIFORM))[1], "0240a7e3b1cdd302"),
+        (varied()[1], "62ef16b2f8b1da26"),
+        (varied(dict.fromkeys(range(LAYERS), UNIFORM), "F16")[1], "e1d1f69bbb0eabcd"),
+        (varied(hidden=192, experts=6)[1], "82714e5b7423dba5"),
     ],
 )
-def test_versions_1_to_3_keep_their_bytes(layout, share, digest):
+def test_versions_1_and_2_keep_their_bytes(layout, digest):
     """Digests of files written before version 4 existed."""
-    written = json.dumps(to_json(layout, share), indent=2).encode()
+    written = json.dumps(to_json(layout), indent=2).encode()
     assert hashlib.sha256(written).hexdigest()[:16] == digest
 
 
@@ -150,9 +142,3 @@ def test_version_1_cannot_describe_biases():
 def test_a_group_that_does_not_divide():
     with pytest.raises(ConfigError, match="down_proj has 4 bits, group_size 128.*its 64 columns are not a multiple"):
         ExpertLayout.from_args(having({0: (MXFP4, MXFP4)}), dict.fromkeys(range(LAYERS), (MXFP4, Quant(4, 128))))
-
-
-@pytest.mark.parametrize("held", [None, 7, {"shares": [1, 1]}, {"shares": [0, 1], "rank": 0}])
-def test_an_impossible_share_is_refused(held):
-    with pytest.raises(ModelFileError, match=r"x/layout.json: held"):
-        held_by({**to_json(everything()[1]), "held": held}, "x/layout.json")

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
-from types import SimpleNamespace
 
 import forked
 import goldens
@@ -25,7 +24,7 @@ from moeflux_mlx.formats.checkpoint import ITEM_BYTES
 from moeflux_mlx.formats.packed import STATE, PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.generate.__main__ import main as generate
-from moeflux_mlx.packing.writer import HOLE_BYTES, PARTIAL, Output
+from moeflux_mlx.packing.writer import PARTIAL
 from moeflux_mlx.spec import ModelArgs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -299,15 +298,6 @@ def test_a_disk_that_fills_up_on_the_way(tmp_path, monkeypatch, source):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ModelFileError, match="cannot be written: No space left on device; run the same command"):
         convert(source, tmp_path / "out")
-
-
-@pytest.mark.parametrize("parts", ["x0", "0x", "00", "x0x"])
-def test_zeros_are_part_of_a_file_wherever_they_are(tmp_path, parts):
-    data = b"".join(bytes(HOLE_BYTES) if part == "0" else part.encode() * HOLE_BYTES for part in parts)
-    unit = SimpleNamespace(name="file", size=len(data), link=None, chunks=lambda: iter([data]))
-    output = Output(tmp_path, {})
-    output.write(unit, lambda done: None)
-    assert (tmp_path / "file").read_bytes() == data and output.is_finished(unit)
 
 
 # ---- memory ----

@@ -12,14 +12,12 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
 from rank_processes import LIMIT, MPIRUN, alone, by_mpi, command, ended, ring, started, together
-from tiny_models import tiny_directory, write_tokenizer
+from tiny_models import tiny_directory
 
-from moeflux_mlx.convert import convert
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend
 
@@ -139,19 +137,6 @@ def test_saved_prompts_are_those_of_rank_0(tmp_path, model, answer):
     assert first[:2] == (0, expected), (first[2], second)
     code, out, err = alone(*GENERATE, longer, "--model", model, *store)
     assert out == expected and "prompt cache: 0 of" not in err
-
-
-def test_each_rank_with_only_its_own_experts(tmp_path, answer):
-    checkpoint = goldens.write_variant(tmp_path / "checkpoint", "qwen3_5_moe", "mlx4")
-    for rank in range(2):
-        convert(checkpoint, tmp_path / str(rank), ranks=2, rank=rank)
-        write_tokenizer(tmp_path / str(rank), "qwen3_style")
-    paths = [("--model", str(tmp_path / str(rank))) for rank in range(2)]
-    first, second = together(tmp_path, 2, *GENERATE, PROMPT, options=paths)
-    assert first[:2] == (0, answer) and second == (0, "", ""), (first, second)
-    first, second = together(tmp_path, 2, *GENERATE, PROMPT, options=[paths[0], paths[0]])
-    assert first[0] == second[0] == 1 and "rank 1 cannot take part" in first[2]
-    assert "holds the experts of rank 0 of 2 only" in second[2] and second[2].count("error:") == 1
 
 
 def test_a_chat_of_several_answers(tmp_path, model):
