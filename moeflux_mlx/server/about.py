@@ -110,4 +110,4 @@ async def tell_metrics(served: Served, http: HttpRequest) -> Response:
             "experts_warmed_used_total": stats.warm_hits,
             "expert_wait_seconds_total": stats.wait_seconds,
         }
-    return PlainTextResponse(metrics.text(values, metrics.HELP), media_type=metrics.CONTENT_TYPE)
+    return PlainTextResponse(metrics.text(values), media_type=metrics.CONTENT_TYPE)

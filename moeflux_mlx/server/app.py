@@ -197,9 +197,7 @@ async def _embeddings(
 async def _tokenize(served: Served, http: HttpRequest) -> Response:
     def reply(preparer: Preparer, body: JsonDict) -> Response:
         asked = tokenize.read(body)
-        tokens, spelt = preparer.encode(asked.content, asked.add_special), preparer.tokenizer.token_bytes
-        pieces = [spelt(token).decode(errors="replace") for token in tokens] if asked.with_pieces else None
-        return JSONResponse(tokenize.whole(tokens, pieces))
+        return JSONResponse(tokenize.whole(preparer.encode(asked.content, asked.add_special)))
 
     return await served.count(http, reply)
 

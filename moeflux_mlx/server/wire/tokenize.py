@@ -12,11 +12,10 @@ error = openai_error
 
 @dataclass(frozen=True)
 class Tokenize:
-    """`content` is to be cut, `add_special` what begins and ends a text, `with_pieces` each token's own text."""
+    """`content` is to be cut, `add_special` what begins and ends a text."""
 
     content: str
     add_special: bool = False
-    with_pieces: bool = False
 
 
 def read(body: JsonObject) -> Tokenize:
@@ -25,11 +24,9 @@ def read(body: JsonObject) -> Tokenize:
     content = fields.text("content")
     if content is None:
         raise fields.wrong("content", "a text")
-    return Tokenize(content, fields.flag("add_special"), fields.flag("with_pieces"))
+    return Tokenize(content, fields.flag("add_special"))
 
 
-def whole(tokens: Sequence[int], pieces: Sequence[str] | None = None) -> JsonDict:
-    """The reply; with `pieces`, one to a token."""
-    if pieces is None:
-        return {"tokens": list(tokens)}
-    return {"tokens": [{"id": id, "piece": piece} for id, piece in zip(tokens, pieces, strict=True)]}
+def whole(tokens: Sequence[int]) -> JsonDict:
+    """The reply."""
+    return {"tokens": list(tokens)}
