@@ -211,8 +211,6 @@ def _print_report(report: ConversionReport, options: argparse.Namespace) -> None
     if options.delete_source:
         left = sorted(file.name for file in user_path(options.hf_path).glob("*.safetensors"))
         lines.append(f"left in {options.hf_path}: {', '.join(left)}" if left else f"{options.hf_path}: shards deleted")
-    if report.verified:
-        lines.append("verified: all files equal a fresh conversion")
     note("\n".join([*lines, f"{report.path} is ready"]))
 
 
@@ -272,7 +270,6 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--rounding", choices=METHODS, default=FIT, help=ROUNDING)
     add_calibration(made)
-    add("--verify", action="store_true", help="read all files again and compare them with a new conversion")
     add("--delete-source", action="store_true", help="delete each file of the directory when it is packed; asks first")
     add("--yes", action="store_true", help="delete without asking")
     add_places(add)

@@ -287,7 +287,7 @@ class Decoding:
         token, logprobs, is_broken = chosen
         mx.eval(chosen)
         if is_broken.item():
-            raise ModelFileError("the model's logits are NaN: a weight is damaged; run convert again with --verify")
+            raise ModelFileError("the model's logits are NaN: a weight is damaged; run convert again")
         said = cast(int, token.item())
         if self._drafting is not None:
             self._drafting.add(said, None if self._followed is None else self._followed.next_hidden)

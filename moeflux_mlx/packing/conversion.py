@@ -28,7 +28,6 @@ from .layer_files import layout_json
 from .located import Located, open_source
 from .mlx_layout import INDEX as MLX_INDEX
 from .plan import ConversionPlan, Outcome, make_plan, read_args
-from .recipe import RECIPES, Recipe
 from .resident import ResidentFile
 from .shards import Meter, Scattering
 from .source_format import SourceFormat
@@ -78,14 +77,12 @@ class ConversionReport(Outcome):
         kept: files that an earlier run had finished.
         repaired: finished files of an earlier run whose bytes had changed; they were written again.
         linked: whether layer files are hard links to the checkpoint's.
-        verified: whether everything was read again and compared.
     """
 
     path: Path
     kept: tuple[str, ...]
     repaired: tuple[str, ...]
     linked: bool
-    verified: bool
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,6 @@ class ConvertSettings(Forms):
     hf_path: str | Path
     mlx_path: str | Path
     _: KW_ONLY
-    verify: bool = False
     revision: str | None = None
     delete_source: bool = False
     also: Sequence[str | Path] = ()
@@ -133,7 +129,6 @@ def convert(settings: ConvertSettings) -> ConversionReport:
             `down_bits` or `recipe` if they are stored in another form; loses precision.
         rounding: how floats become codes: "fit" searches the least squared error, "minmax" is `mx.quantize`; or a
             `packing.rounding.Rounding`. Codes that the checkpoint has are copied in any case.
-        verify: afterwards read everything again and compare it with a fresh conversion.
         revision: of the Hugging Face repo.
         delete_source: delete each shard of the checkpoint directory once it is packed and was read back; files that
             are links, or have another name, are refused.
@@ -164,11 +159,12 @@ def convert_with(settings: ConvertSettings) -> ConversionReport:
         supply, checkpoint, found = _open(settings, path)
         plan = make_plan(checkpoint, read_args(checkpoint), wanted, folders, settings.layout == MLX)
         options = _asked(wanted, plan, folders, settings.layout)
-        output = Output(path, {"source": _digest(checkpoint, supply), "options": options}, _origin(settings, wanted))
+        origin = {"hf_path": _whole(settings.hf_path), "delete_source": settings.delete_source}
+        output = Output(path, {"source": _digest(checkpoint, supply), "options": options}, origin)
         if supply is None:
             _check_space(output, plan, folders)
         output.write_state()
-        given = output, plan, checkpoint, found, settings.progress or _ignore_progress, settings.verify
+        given = output, plan, checkpoint, found, settings.progress or _ignore_progress
         kept, repaired = _at_once(*given) if supply is None else _by_shards(*given, supply)
     return ConversionReport(
         **vars(plan.outcome),
@@ -176,20 +172,7 @@ def convert_with(settings: ConvertSettings) -> ConversionReport:
         kept=tuple(kept),
         repaired=tuple(repaired),
         linked=output.linked,
-        verified=settings.verify,
     )
-
-
-def _origin(settings: ConvertSettings, wanted: Wanted) -> dict[str, Any]:
-    """What a message about an unfinished conversion repeats."""
-    origin = {
-        "hf_path": _whole(settings.hf_path),
-        "revision": settings.revision,
-        "delete_source": settings.delete_source,
-        "rounding": wanted.rounding.method,
-    }
-    recipe = settings.recipe
-    return origin if recipe is None or isinstance(recipe, Recipe) else {**origin, "recipe": _whole_recipe(recipe)}
 
 
 def _check_space(output: Output, plan: ConversionPlan, folders: Sequence[Path]) -> None:
@@ -208,11 +191,6 @@ def _ignore_progress(done: int, total: int, name: str) -> None:
 def _whole(hf_path: str | Path) -> str:
     """A directory as an absolute path, or a repository's name."""
     return str(user_path(hf_path).absolute() if user_path(hf_path).exists() else hf_path)
-
-
-def _whole_recipe(recipe: str | Path) -> str:
-    """A file as an absolute path, or a recipe's name."""
-    return str(recipe) if recipe in RECIPES else str(user_path(recipe).absolute())
 
 
 def _digest(checkpoint: Checkpoint, supply: Supply | None) -> str:
@@ -262,15 +240,11 @@ def _at_once(
     checkpoint: Checkpoint,
     found: FoundFiles,
     report: ByteProgress,
-    verify: bool,
 ) -> tuple[list[str], list[str]]:
     """File by file, from a complete checkpoint; returns as `_write`."""
-    meter = Meter(report, 0, plan.total_bytes * (1 + verify))
+    meter = Meter(report, 0, plan.total_bytes)
     kept, repaired = _write(output, plan, meter)
     _finish(output, plan, checkpoint, found)
-    for unit in plan.units if verify else ():
-        meter.say(f"verify {unit.name}")
-        output.compare(unit, meter.by)
     if plan.index is not None:
         output.close()
     return kept, repaired
@@ -282,12 +256,11 @@ def _by_shards(
     checkpoint: Checkpoint,
     found: FoundFiles,
     report: ByteProgress,
-    verify: bool,
     supply: Supply,
 ) -> tuple[list[str], list[str]]:
     """Shard by shard; each is deleted once it is packed and read back. Returns as `_write`."""
     supply.listing.write(output)
-    scattering = Scattering(output, plan.units, supply, report, verify)
+    scattering = Scattering(output, plan.units, supply, report)
     scattering.run()
     _finish(output, plan, checkpoint, found)
     scattering.close()

@@ -87,15 +87,14 @@ class Scattering:
         units: its files.
         supply: brings shards.
         progress: called with bytes done, bytes in all, and what is done.
-        verify: whether to make everything a second time and compare.
 
     Attributes:
         kept: files that an earlier run had finished.
         repaired: files that an earlier run had finished and that had other bytes now.
     """
 
-    def __init__(self, output: Output, units: Sequence[Unit], supply: Supply, progress: ByteProgress, verify: bool):
-        self.output, self.supply, self.verify = output, supply, verify
+    def __init__(self, output: Output, units: Sequence[Unit], supply: Supply, progress: ByteProgress):
+        self.output, self.supply = output, supply
         self.journal = Journal(output)
         self.sizes = {shard.name: shard.size for shard in supply.listing.shards}
         self.kept = [unit.name for unit in units if output.is_finished(unit)]
@@ -198,9 +197,7 @@ class Scattering:
                     sync(file.fileno())
                     drop_cached(file.fileno())
             for job, one in zip(jobs, written, strict=True):
-                again = [digest_of(data for _, data in job.writes())] if self.verify else []
-                digest = digest_of(_spans(files[job.unit.name], one.spans))
-                if {digest, *again} != {one.digest}:
+                if digest_of(_spans(files[job.unit.name], one.spans)) != one.digest:
                     raise ModelFileError(
                         f"{self.output.path / job.unit.name} has other bytes than those made from {name}, "
                         f"read back from the disk; {name} was not deleted: check the disk, then "

@@ -10,16 +10,14 @@ from ..files import read_json, shown_gb
 from ..formats.gguf_file import SUFFIX
 from ..formats.packed import FINISHED, STATE
 from ..formats.record import ExpertLayout, Quants, stated_quants
-from ..quant import EXPERTS, MLX_MODES, unquantized
-from ..rounding.methods import METHODS, MINMAX
+from ..quant import EXPERTS, unquantized
 from ..spec import ModelArgs
-from .ggml import TYPES
 from .source_format import SourceFormat
 
 
-def convert_command(hf_path: str, mlx_path: str, *options: str) -> str:
-    """The shell command that converts `hf_path`; `options` are further words of it."""
-    return shlex.join(["python", "-m", "moeflux_mlx.convert", "--hf-path", hf_path, "--mlx-path", mlx_path, *options])
+def convert_command(hf_path: str, mlx_path: str) -> str:
+    """The shell command that converts `hf_path`."""
+    return shlex.join(["python", "-m", "moeflux_mlx.convert", "--hf-path", hf_path, "--mlx-path", mlx_path])
 
 
 def packing_command(path: Path) -> str:
@@ -63,26 +61,7 @@ def unfinished_error(path: Path) -> NotPackedError:
         ModelFileError: its state file cannot be read.
     """
     state = read_json(path / STATE)
-    origin, options = (value if isinstance(value := state.get(key), dict) else {} for key in ("origin", "options"))
-    hf_path, revision = _line(origin.get("hf_path")), _line(origin.get("revision"))
-    if not hf_path or origin.get("rounding", MINMAX) not in METHODS:  # calibrated, for a text that is not kept
-        return NotPackedError(f"{path} holds an unfinished conversion; run the command that began it again")
-    flags = ("requantize", "without_correction_bias")
-    words = [f"--{name.replace('_', '-')}" for name in flags if options.get(name) is True]
-    for name in ("q_bits", "q_group_size", "expert_bits", "down_bits"):
-        words += [f"--{name.replace('_', '-')}", str(options[name])] if type(options.get(name)) is int else []
-    words += ["--q-mode", options["q_mode"]] if options.get("q_mode") in MLX_MODES else []
-    words += ["--q-type", options["q_type"]] if options.get("q_type") in TYPES else []
-    words += ["--rounding", MINMAX] if origin.get("rounding", MINMAX) == MINMAX else []
-    recipe = _line(origin.get("recipe"))
-    words += ["--recipe", recipe] if recipe else []
-    words += ["--layout", "mlx"] if options.get("layout") == "mlx" else []
-    words += ["--delete-source"] if origin.get("delete_source") is True else []
-    words += ["--revision", revision] if revision else []
-    command = convert_command(hf_path, str(path.absolute()), *words)
-    return NotPackedError(f"{path} holds an unfinished conversion; to finish it run: {command}")
-
-
-def _line(value: object) -> str:
-    """The text, if it is safe to print on a terminal; the file is not trusted."""
-    return value if isinstance(value, str) and value.isprintable() else ""
+    origin = state.get("origin")
+    hf_path = origin.get("hf_path") if isinstance(origin, dict) else None
+    of = f" of {hf_path}" if isinstance(hf_path, str) and hf_path.isprintable() else ""  # the file is not trusted
+    return NotPackedError(f"{path} holds an unfinished conversion{of}; run the command that began it again")

@@ -174,28 +174,6 @@ class Output:
                 sync(written.fileno())
             _rename(partial, file)
 
-    def compare(self, unit: Unit, advance: Advance) -> None:
-        """Reads a file again and compares it with freshly made bytes.
-
-        Raises:
-            ModelFileError: they differ.
-        """
-        file, offset = self.path / unit.name, 0
-        with _reading(file), open(file, "rb", buffering=0) as opened:
-            for chunk in _slices(unit.chunks()):
-                on_disk = opened.read(len(chunk))
-                if on_disk != chunk:
-                    at = offset + next(
-                        (i for i, (a, b) in enumerate(zip(on_disk, chunk, strict=False)) if a != b), len(on_disk)
-                    )
-                    raise ModelFileError(
-                        f"{file} differs from the checkpoint at byte {at}; delete it and convert again"
-                    )
-                offset += len(chunk)
-                advance(len(chunk))
-            if opened.read(1):
-                raise ModelFileError(f"{file} is longer than {offset} bytes; delete it and convert again")
-
     def write_state(self) -> None:
         """Writes the state file: whose directory it is, and which files are finished."""
         self.put(STATE, json.dumps({**self.identity, "origin": self.origin, "files": self.files}, indent=1).encode())

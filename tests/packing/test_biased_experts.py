@@ -143,7 +143,7 @@ def checkpoint(tmp_path):
 
 
 def packed(path):
-    convert(path, path.with_name(path.name + "-packed"), verify=True)
+    convert(path, path.with_name(path.name + "-packed"))
     return path.with_name(path.name + "-packed")
 
 

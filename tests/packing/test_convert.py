@@ -177,7 +177,7 @@ def test_resident_files_read_with_mlx_and_split_into_shards(tmp_path, monkeypatc
     source = write_tiny(tmp_path / "source", "BF16")
     convert(source, tmp_path / "one")
     monkeypatch.setattr(resident_file, "SHARD_BYTES", 40_000)
-    convert(source, tmp_path / "many", verify=True)
+    convert(source, tmp_path / "many")
     names = sorted(file.name for file in (tmp_path / "many").glob("resident*"))
     assert len(names) > 2 and names[0] == f"resident-00001-of-{len(names):05d}.safetensors"
     one = mx.load(str(tmp_path / "one" / "resident.safetensors"))
@@ -273,7 +273,7 @@ def test_experts_in_other_bits_are_copied(tmp_path, group_size, bits):
     tensors, exact = stacked(STACK, group_size, bits)
     stated = Quant(bits, group_size)
     restack(source, {STACK.removesuffix(".weight"): {"group_size": group_size, "bits": bits}}, tensors)
-    report = convert(source, tmp_path / "out", verify=True)
+    report = convert(source, tmp_path / "out")
     assert report.lossy == () and not report.made_experts
     args = ModelArgs.from_file(tmp_path / "out")
     packed = PackedExperts.open(tmp_path / "out", args)
@@ -288,7 +288,7 @@ def test_experts_in_another_form_need_requantize(tmp_path):
     source = goldens.write_variant(tmp_path / "source", "qwen3_moe", "mlx4")
     assert convert(source, tmp_path / "kept", expert_bits=3).lossy == ()
     assert PackedExperts.open(tmp_path / "kept", ModelArgs.from_file(tmp_path / "kept")).layout.is_uniform
-    report = convert(source, tmp_path / "out", expert_bits=3, down_bits=4, requantize=True, verify=True)
+    report = convert(source, tmp_path / "out", expert_bits=3, down_bits=4, requantize=True)
     assert len(report.lossy) == 2 * len(ModelArgs.from_file(source).moe_layers) and STACK not in report.lossy
     packed = PackedExperts.open(tmp_path / "out", ModelArgs.from_file(tmp_path / "out"))
     assert {record.quants for record in packed.layout.records.values()} == {(Quant(3, 64), Quant(3, 64), Quant(4, 64))}
@@ -331,7 +331,7 @@ def test_every_geometry_is_kept_byte_for_byte(tmp_path, form, down):
         tensors |= stored(path, stack.astype(dtype if quant == other else mx.bfloat16), quant)
     mx.save_safetensors(str(source / "model.safetensors"), tensors)
     (source / "config.json").write_text(json.dumps({**TINY, "quantization": {**usual.entry(), **overrides}}))
-    report = convert(source, tmp_path / "out", verify=True)
+    report = convert(source, tmp_path / "out")
     assert not report.lossy and not report.quantized and not report.made_experts
     check_kept(tmp_path / "out", tensors)
 
@@ -371,7 +371,7 @@ def check_kept(out, tensors, resident_too=True):
 )
 def test_floats_get_the_requested_form(tmp_path, options, resident_quant, experts):
     source = write_tiny(tmp_path / "source")
-    report = convert(source, tmp_path / "out", verify=True, **options)
+    report = convert(source, tmp_path / "out", **options)
     assert report.quantized and report.made_experts and not report.lossy
     args = ModelArgs.from_file(tmp_path / "out")
     layout = PackedExperts.open(tmp_path / "out", args).layout
@@ -441,7 +441,7 @@ def test_microscaling_checkpoints(tmp_path):
     (source / "config.json").write_text(json.dumps(config))
     assert convert(source, tmp_path / "kept").lossy == ()
     assert ModelArgs.from_file(tmp_path / "kept").quantization.of("lm_head") == Quant(4, 16, "nvfp4")
-    report = convert(source, tmp_path / "out", requantize=True, expert_bits=4, verify=True)
+    report = convert(source, tmp_path / "out", requantize=True, expert_bits=4)
     assert STACK.replace("switch_mlp", "experts.0") in report.lossy and "lm_head.weight" not in report.lossy
 
 
@@ -498,7 +498,7 @@ def test_layer_files_with_our_stride_are_linked_or_copied(tmp_path, monkeypatch,
     source = moeflux_like(tmp_path, WIDE)
     if not can_link:
         monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError("no links here")))
-    report = convert(source, tmp_path / "out", verify=True)
+    report = convert(source, tmp_path / "out")
     assert report.linked is can_link
     assert tree(tmp_path / "out") == tree(tmp_path / "packed")
     name = "packed_experts/layer_00.bin"
@@ -627,12 +627,10 @@ def test_a_repository_that_cannot_be_reached(hub, tmp_path):
 
 def test_the_command_reports_what_it_did(tmp_path, capsys):
     source = write_tiny(tmp_path / "source")
-    arguments = ["--hf-path", str(source), "--mlx-path", str(tmp_path / "out"), "--verify"]
+    arguments = ["--hf-path", str(source), "--mlx-path", str(tmp_path / "out")]
     assert main(arguments) == 0
     shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.endswith(
-        f"verified: all files equal a fresh conversion\n{tmp_path / 'out'} is ready\n"
-    )
+    assert shown.out == "" and shown.err.endswith(f"\n{tmp_path / 'out'} is ready\n")
     assert main(arguments) == 0
     assert "kept 3 files of an earlier run" in capsys.readouterr().err
 

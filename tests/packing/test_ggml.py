@@ -83,7 +83,7 @@ def test_matrices_have_the_blocks_of_ggml(monkeypatch, kind):
 
 
 def test_a_type_for_the_experts(tmp_path, source):
-    convert(source, tmp_path / "out", q_type="Q3_K", verify=True)
+    convert(source, tmp_path / "out", q_type="Q3_K")
     convert(source, tmp_path / "again", q_type="q3_k")
     assert tree(tmp_path / "out") == tree(tmp_path / "again")
     for layer, expert in ((0, 1), (1, 3)):
@@ -117,7 +117,7 @@ def test_a_text_shows_what_matters(tmp_path, source):
     text = tmp_path / "text"
     text.write_text("what the model reads, and what it reads after that. " * 20)
     given = Calibration(tmp_path / "work", [str(text)], "gptq", dtype=mx.float32)
-    convert_calibrated(ConvertSettings(source, tmp_path / "out", q_type="IQ2_XXS", verify=True), given)
+    convert_calibrated(ConvertSettings(source, tmp_path / "out", q_type="IQ2_XXS"), given)
     made, rows = experts(tmp_path / "out", 0, 0)[0], floats(source, 0, 0)[0]
     error = np.abs(made - rows).mean()
     assert 0 < error < 0.5 * np.abs(rows).mean() and not np.array_equal(made, values("IQ2_XXS", rows))

@@ -102,7 +102,7 @@ def test_a_model_in_place_and_converted(tmp_path, family):
     weights = gguf_models.write_gguf(path, family, type_of)
     tokens, _ = goldens.golden(family)
     wanted = oracle.forward(goldens.config(family), weights, tokens[:12])
-    convert(path, packed, verify=True)
+    convert(path, packed)
     assert "Permission is hereby granted" in (packed / "LICENSE-GGUF.txt").read_text()
     ways = (path, {"expert_io": "resident"}), (path, {"expert_io": "pread", "expert_cache_bytes": 1}), (packed, {})
     made = [logits(load_model(source, dtype=mx.float32, **options), tokens[:12]) for source, options in ways]

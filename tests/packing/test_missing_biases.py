@@ -12,7 +12,6 @@ from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.evaluate import main as evaluate_main
 from moeflux_mlx.generate.__main__ import main as generate_main
 from moeflux_mlx.packing.conversion import convert
-from moeflux_mlx.packing.suggest import unfinished_error
 from moeflux_mlx.plan import main as plan_main
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -68,16 +67,6 @@ def test_a_single_bias_that_is_missing_is_an_error_anyway(tmp_path):
     for allowed in (False, True):
         with pytest.raises(ModelFileError, match=r"layers.1.mlp.e_score_correction_bias is missing$"):
             load_model(path, without_correction_bias=allowed)
-
-
-def test_an_unfinished_conversion_knows_that_it_was_asked_for(tmp_path):
-    def stopped(*_):
-        raise KeyboardInterrupt
-
-    path, out = lacking(tmp_path / "model", "mlx4"), tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        convert(path, out, without_correction_bias=True, progress=stopped)
-    assert "--without-correction-bias" in str(unfinished_error(out))
 
 
 def test_commands(tmp_path, capfd):

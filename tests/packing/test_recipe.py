@@ -13,7 +13,7 @@ from test_small_floats import FORMS, write_model
 from tiny_models import on_cpu
 
 from moeflux_mlx.convert import main
-from moeflux_mlx.errors import ConfigError, ModelFileError, NotPackedError
+from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.formats.checkpoint import RECIPE
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import PROJECTIONS
@@ -22,7 +22,6 @@ from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.packing.located import Located
 from moeflux_mlx.packing.recipe import PARTS, RECIPES, Recipe, part_of, read_recipe
-from moeflux_mlx.packing.suggest import unfinished_error
 from moeflux_mlx.plan import describe_variant
 from moeflux_mlx.plan import main as plan
 from moeflux_mlx.quant import Quant
@@ -128,7 +127,7 @@ GATE_UP, DOWN = (Quant(3, 64), Quant(3, 64), Quant(4, 128)), (Quant(4, 16, "nvfp
 
 def test_a_conversion_gives_each_part_its_form(tmp_path):
     source = goldens.write_variant(tmp_path / "source", "qwen3_moe", "hub")
-    report = convert(source, tmp_path / "out", recipe=written(tmp_path / "own.json", MIXED), verify=True)
+    report = convert(source, tmp_path / "out", recipe=written(tmp_path / "own.json", MIXED))
     assert report.recipe == Recipe.of(tmp_path / "own.json") == read_recipe(tmp_path / "out")
     given = goldens.split_experts(goldens.source("qwen3_moe"))
     weights = {name: mx.array(goldens.as_float(one)).astype(mx.bfloat16) for name, one in given.items()}
@@ -188,12 +187,9 @@ def test_named_recipes_and_options_that_override_them(tmp_path, options, expecte
     assert {part: stated[part] for part in expected} == {part: Quant(bits, 64) for part, bits in expected.items()}
 
 
-def test_an_unfinished_conversion_knows_its_recipe(tmp_path):
+def test_a_conversion_with_another_recipe_is_refused(tmp_path):
     source, own = write_tiny(tmp_path / "source"), written(tmp_path / "own.json", MIXED | {"layers": {}})
     convert(source, tmp_path / "out", recipe=own)
-    (tmp_path / "out" / "packed_experts" / "layout.json").unlink()
-    error = unfinished_error(tmp_path / "out")
-    assert isinstance(error, NotPackedError) and str(error).endswith(f"--recipe {own}")
     written(own, {"default": 5})
     with pytest.raises(ModelFileError, match="with other options"):
         convert(source, tmp_path / "out", recipe=own)

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from moeflux_mlx.convert import convert, main
-from moeflux_mlx.errors import ConfigError, ModelFileError, NotPackedError
+from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.formats.checkpoint import read_header
 from moeflux_mlx.formats.packed import STATE
-from moeflux_mlx.packing.suggest import unfinished_error
 from moeflux_mlx.quant import PARTS, Quant
 from moeflux_mlx.rounding.methods import METHODS, rounded
 
@@ -46,7 +45,7 @@ def interrupted(source, out, **options):
 
 @pytest.mark.parametrize("options", [{}, {"rounding": "minmax"}], ids=["fit", "minmax"])
 def test_experts_and_resident_matrices_are_rounded_as_asked_for(tmp_path, floats, options):
-    convert(floats, tmp_path / "out", verify=True, **options)
+    convert(floats, tmp_path / "out", **options)
     given, quant = read_header(floats / "model.safetensors"), Quant(4, 64)
     written = read_header(tmp_path / "out" / "resident.safetensors")
     for name in ("lm_head", "model.layers.1.self_attn.o_proj"):
@@ -88,17 +87,9 @@ def test_a_resumed_conversion_mixes_no_methods(tmp_path, floats, method, other):
     assert tree(out) == tree(tmp_path / "at once")
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_command_that_continues_has_the_method(tmp_path, floats, method):
-    interrupted(floats, tmp_path / "out", rounding=method)
-    error = unfinished_error(tmp_path / "out")
-    assert isinstance(error, NotPackedError)
-    assert ("--rounding minmax" in str(error)) == (method == "minmax")
-
-
 def test_the_command_takes_a_method(tmp_path, floats, capsys):
     given = ["--hf-path", str(floats), "--mlx-path", str(tmp_path / "out")]
-    assert main([*given, "--rounding", "minmax", "--verify"]) == 0
+    assert main([*given, "--rounding", "minmax"]) == 0
     convert(floats, tmp_path / "same", rounding="minmax")
     assert tree(tmp_path / "out") == tree(tmp_path / "same")
     with pytest.raises(ConfigError, match="rounding 'nearest' is not known; supported: fit, minmax"):

