@@ -1,7 +1,6 @@
 """`python -m moeflux_mlx.evaluate`: how well a model predicts a text, and how far it is from another."""
 
 import argparse
-import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -49,8 +48,6 @@ def run(options: argparse.Namespace) -> int:
     result = summary(measured)
     if len(texts) > 1:
         result["texts"] = [{"text": name, **part} for name, part in zip(options.text, by_text(measured), strict=True)]
-    if measured.kl is not None:
-        result["positions"] = by_position(measured)
     names = {"model": options.model or "demo", **({"against": options.against} if options.against else {})}
     print("\n".join([*table(measured, result), json.dumps({**names, **result}, ensure_ascii=False)]))
     return 0
@@ -111,23 +108,6 @@ def by_text(measured: Losses) -> list[JsonDict]:
     parts = [measured.where(measured.text == number) for number in range(int(measured.text.max()) + 1)]
     shared = ("tokens", "window")
     return [{name: value for name, value in summary(part).items() if name not in shared} for part in parts]
-
-
-def by_position(measured: Losses) -> list[JsonDict]:
-    """The divergence of tokens whose place in the window is in [first, end): 1, 2 to 3, 4 to 7, and so on."""
-    ends = [2**i for i in range(int(measured.place.max()).bit_length() + 1)]
-    parts = [
-        (first, end, measured.where((measured.place >= first) & (measured.place < end)))
-        for first, end in itertools.pairwise(ends)
-    ]
-    return [
-        {
-            "first": first,
-            "end": end,
-            **{name: summary(part)[name] for name in ("predicted", "kl_mean", "same_first_choice")},
-        }
-        for first, end, part in parts
-    ]
 
 
 def table(measured: Losses, result: JsonDict) -> list[str]:

@@ -36,7 +36,6 @@ class Losses:
     Args:
         tokens: number of tokens of the text that were read, in windows of `window`; the last one may be shorter.
         nll: minus the natural logarithm of the probability that the model gave the token, float64.
-        place: of the token within its window, from 1.
         text: number of the text that the token is of, from 0.
         reference_nll: the other model's.
         kl: the divergence of the other model's distribution from this one's, in nats, float64.
@@ -46,7 +45,6 @@ class Losses:
     tokens: int
     window: int
     nll: np.ndarray
-    place: np.ndarray
     text: np.ndarray
     reference_nll: np.ndarray | None = None
     kl: np.ndarray | None = None
@@ -186,10 +184,9 @@ def _measured(reader: TextReader, cut: _Cut, window: int, reference: Reference |
             others = chances if reference is None or right is None else reference.head.log_probabilities(right[rows])
             columns.append(_columns(chances, others, mx.array(wanted[rows])))
     nll, reference_nll, kl, same = (np.concatenate(column) for column in zip(*columns, strict=True))
-    place = np.concatenate([np.arange(1, len(ids)) for ids in cut.windows])
     text = np.repeat(cut.texts, [len(ids) - 1 for ids in cut.windows])
     against = {} if reference is None else {"reference_nll": reference_nll, "kl": kl, "same": same}
-    return Losses(cut.tokens, window, nll, place, text, **against)
+    return Losses(cut.tokens, window, nll, text, **against)
 
 
 def _columns(q: mx.array, p: mx.array, wanted: mx.array) -> list[np.ndarray]:

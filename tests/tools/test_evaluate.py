@@ -76,7 +76,6 @@ def test_divergence_is_that_of_whole_tables():
     assert np.allclose(measured.kl, np.concatenate(kl), atol=1e-5) and measured.kl.mean() > 1e-4
     assert measured.same.mean() == pytest.approx(np.concatenate(same).mean(), abs=0.02)
     assert np.allclose(measured.reference_nll, nll_of(ids, right), atol=1e-4)
-    assert measured.place.tolist() == [i % WINDOW for i in range(len(ids)) if i % WINDOW]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "deepseek_v3"])
@@ -215,8 +214,6 @@ def test_the_command_compares_codes_with_a_checkpoint_of_floats(tmp_path, capsys
         assert np.average([one["kl_mean"] for one in own["texts"]], weights=counts) == pytest.approx(
             own["kl_mean"], rel=1e-3
         )
-        places = own["positions"]
-        assert [one["first"] for one in places] == [1, 2, 4, 8, 16, 32] and places[-1]["end"] == 64
-        assert sum(one["predicted"] for one in places) == counts.sum() == own["predicted"]
+        assert counts.sum() == own["predicted"]
     assert results[0]["kl_mean"] == pytest.approx(results[1]["kl_mean"], rel=1e-2)
     assert any(line.startswith("two ") for line in out.splitlines())
