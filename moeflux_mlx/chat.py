@@ -277,7 +277,7 @@ def parser() -> argparse.ArgumentParser:
     add_sampling_options(made)
     add_model_options(made)
     add_rank_options(made)
-    add_prompt_cache_options(made, with_file=False)
+    add_prompt_cache_options(made)
     made.set_defaults(max_tokens=4096)
     return made
 

@@ -141,8 +141,7 @@ RENAMED = {
     "--chat-template-config": "chat_template_args chat_template_kwargs default_chat_template_kwargs",
     "--cors-origin": "allowed_origins cors_origins",
     "--sessions": "prompt_cache_size",
-    "--prompt-cache-file": "prompt_cache",
-    "--prompt-cache-dir": "slot_save_path",
+    "--prompt-cache-dir": "prompt_cache prompt_cache_file slot_save_path",
     "--memory-gb": "gpu_memory_utilization cram cache_ram prompt_cache_bytes",
     "--idle-minutes": "keepalive keep_alive sleep_idle_seconds",
     "--no-vision": "no_mmproj",
@@ -165,7 +164,7 @@ COMMANDS = {
     "moeflux convert --hf-path MODEL --mlx-path OUT": "create quantize",
     "moeflux convert --hf-path MODEL --mlx-path OUT --calibrate default": "awq dwq dynamic_quant imatrix",
     "moeflux convert --hf-path MODEL --mlx-path OUT --calibrate default --method gptq": "gptq",
-    "moeflux generate --model MODEL --prompt-cache-file FILE": "cache_prompt",
+    "moeflux generate --model MODEL --prompt-cache-dir DIR": "cache_prompt",
     "curl http://127.0.0.1:8080/v1/models, which says of each model of moeflux serve whether it is loaded": "ps",
     "Ctrl-C where moeflux serve runs; its --idle-minutes unloads a model that nobody uses": "stop",
     "hf upload ORG/NAME MODEL": "push upload",
@@ -176,8 +175,8 @@ COMMANDS = {
 # Functions of mlx-lm for caches.
 REPLACED_NAMES = {
     "can_trim_prompt_cache": "ask is_trimmable() of each cache",
-    "load_prompt_cache": "use PromptFile with reuse_prefix, or load_state(model, cache, data)",
-    "save_prompt_cache": "use PromptFile or PromptDirectory, or save_state(model, cache), which returns bytes",
+    "load_prompt_cache": "use PromptDirectory with reuse_prefix, or load_state(model, cache, data)",
+    "save_prompt_cache": "use PromptDirectory, or save_state(model, cache), which returns bytes",
     "trim_prompt_cache": "call trim(n) of each cache",
 }
 

@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_sampling_defaults(made)
     add_model_options(made, pool_share=POOL_SHARE)
-    add_prompt_cache_options(made, with_file=False)
+    add_prompt_cache_options(made)
     made.set_defaults(
         seed=None, host="127.0.0.1", port=0, allowed_host=[], cors_origin=[], sessions=4,
         queue=64, quiet=True, idle_minutes=None,

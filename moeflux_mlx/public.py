@@ -24,7 +24,7 @@ from .opening.weights import model_fingerprint
 from .planning.expert_io import select_io_mode
 from .planning.settings import configure_mlx
 from .spec import ModelArgs
-from .state.prompt_store import PromptDirectory, PromptFile, reuse_prefix
+from .state.prompt_store import PromptDirectory, reuse_prefix
 from .state.snapshot import load_state, save_state, state_size
 
 __all__ = [
@@ -46,7 +46,6 @@ __all__ = [
     "NotPackedError",
     "PromptCacheError",
     "PromptDirectory",
-    "PromptFile",
     "RequestError",
     "SequenceRows",
     "SnapshotError",

@@ -142,7 +142,7 @@ def parser() -> argparse.ArgumentParser:
         help="directory or repo id org/name of a model for /v1/embeddings, loaded at the first request",
     )
     add_rank_options(made)
-    add_prompt_cache_options(made, with_file=False)
+    add_prompt_cache_options(made)
     made.set_defaults(seed=None)
     return made
 

@@ -18,8 +18,8 @@ from ..opening.weights import open_weights
 from ..ops.backend import computes_natively, has_kernels, name
 from ..packing.located import Located
 from ..planning.machine import default_dtype
-from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
-from .options import NOT_GIVEN, dtype_of, file_to_write, settings_of, written
+from ..state.prompt_store import PromptDirectory
+from .options import NOT_GIVEN, dtype_of, settings_of, written
 from .terminal import ProgressLine, note
 
 if TYPE_CHECKING:
@@ -106,33 +106,25 @@ def note_idle_options(options: argparse.Namespace, mode: IoMode) -> None:
 
 
 def check_store(options: argparse.Namespace) -> None:
-    """Makes sure, before a model is loaded, that the options name at most one place for prompts, which can have them.
+    """Makes sure, before a model is loaded, that prompts can have the size of the options.
 
     Raises:
-        RequestError: two places, an invalid size, or a file that cannot be written.
+        RequestError: they cannot.
     """
-    file = getattr(options, "prompt_cache_file", None)
-    if file is not None and options.prompt_cache_dir is not None:
-        raise RequestError("--prompt-cache-file and --prompt-cache-dir exclude each other; give one of them")
     if not options.prompt_cache_gb > 0:
         raise RequestError(f"--prompt-cache-gb is {options.prompt_cache_gb}; it must be positive")
-    if file is not None:
-        file_to_write("--prompt-cache-file", file)
 
 
-def open_store(options: argparse.Namespace, engine: Engine) -> PromptStore | None:
+def open_store(options: argparse.Namespace, engine: Engine) -> PromptDirectory | None:
     """The store of prompts that the options, which `check_store` allows, select, or None.
 
     Raises:
         PromptCacheError: the place cannot be used.
     """
-    file = getattr(options, "prompt_cache_file", None)
-    if file is not None:
-        return PromptFile(file, engine.fingerprint)
-    if options.prompt_cache_dir is not None:
-        size = min(options.prompt_cache_gb * 1e9, 2.0**62)
-        return PromptDirectory(options.prompt_cache_dir, engine.fingerprint, int(size))
-    return None
+    if options.prompt_cache_dir is None:
+        return None
+    size = min(options.prompt_cache_gb * 1e9, 2.0**62)
+    return PromptDirectory(options.prompt_cache_dir, engine.fingerprint, int(size))
 
 
 def shapes_of(options: argparse.Namespace) -> Shapes:

@@ -165,10 +165,6 @@ SHARED: dict[str, dict[str, OptionValue]] = {
         "metavar": "NAME=VALUE",
         "help": f"for measurements: {', '.join(TRIALS)} (docs/library.md); may be repeated",
     },
-    "--prompt-cache-file": {
-        "metavar": "FILE",
-        "help": "reuse the beginning that this prompt shares with the one in FILE, and save this one there",
-    },
     "--prompt-cache-dir": {
         "metavar": "DIR",
         "help": "reuse the prompt in DIR that shares the longest beginning with this one, and save this one there",
@@ -222,9 +218,8 @@ def add_variant(add: Adder, use: str = "") -> None:
     add("--variant", metavar="NAME", help=f"{use}a known model, such as qwen3-30b-a3b; {names}; no files are needed")
 
 
-def add_prompt_cache_options(parser: argparse.ArgumentParser, with_file: bool) -> None:
-    add = parser.add_argument_group("prompt cache").add_argument
-    add_shared(add, *["--prompt-cache-file"] * with_file, "--prompt-cache-dir", "--prompt-cache-gb")
+def add_prompt_cache_options(parser: argparse.ArgumentParser) -> None:
+    add_shared(parser.add_argument_group("prompt cache").add_argument, "--prompt-cache-dir", "--prompt-cache-gb")
 
 
 def gigabytes(option: str, value: float | None) -> int | None:

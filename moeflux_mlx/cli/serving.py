@@ -261,7 +261,7 @@ def sessions_of(options: argparse.Namespace, engine: Engine) -> "Sessions":
     from ..server.sessions import Sessions
 
     store = open_store(options, engine)
-    if store is not None and hasattr(store, "path"):
+    if store is not None:
         os.chmod(store.path, 0o700)  # because the files contain users' texts
     idle = engine.plan.headroom // IDLE_SHARE
     return Sessions(lambda: engine.session(store=store), options.sessions, idle)

@@ -176,7 +176,6 @@ class Session:
 
         Raises:
             RequestError: as `answer`.
-            PromptCacheError: the store is one file and cannot be used.
             ModelFileError, ExpertIOError, DeviceError: as `generate_step`.
         """
         text, read = self.answer(prompt, **options), self._bytes_read()

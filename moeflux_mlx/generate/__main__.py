@@ -180,7 +180,7 @@ def parser() -> argparse.ArgumentParser:
     add_sampling_options(made)
     add_model_options(made)
     add_rank_options(made)
-    add_prompt_cache_options(made, with_file=True)
+    add_prompt_cache_options(made)
     return made
 
 

@@ -1,8 +1,8 @@
 """Saved prompts on disk: finds the longest one that a new prompt begins with, so that only the rest is computed.
 
-`PromptDirectory` keeps many, by use and within a limit of bytes; `PromptFile` keeps one. Any number of
-processes may share either: files appear complete or not at all, a file in use survives its removal, and
-nothing else is shared. The entries of several models share a directory; each model looks only at its own.
+`PromptDirectory` keeps many, by use and within a limit of bytes. Any number of processes may share it: files appear
+complete or not at all, a file in use survives its removal, and nothing else is shared. The entries of several models
+share a directory; each model looks only at its own.
 
 Attention caches can be cut, so a saved text can be used up to the point where the prompt differs; a recurrent state
 cannot be cut, so there a saved text can be used only as a whole.
@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ..caches.layer_cache import LayerCache
-from ..errors import FingerprintError, PromptCacheError
+from ..errors import PromptCacheError
 from ..files import user_path
 from ..text.boundaries import shared_length
 from .fingerprint import Fingerprint
@@ -60,7 +60,7 @@ class PromptStore(Protocol):
         """Files that share a beginning with `tokens`, the most usable first."""
 
     def refuse(self, path: Path, error: PromptCacheError) -> None:
-        """Handles a damaged candidate; raises `error` if it cannot be skipped."""
+        """Handles a damaged candidate."""
 
     def save(self, model: Stateful, cache: Sequence[LayerCache], tokens: Sequence[int], behind: bytes = b"") -> None:
         """Keeps the state of `cache`, which has absorbed exactly `tokens`, and `behind` it what a draft head knows."""
@@ -82,9 +82,6 @@ def reuse_prefix(
     Args:
         cache: from `make_prompt_cache(model)`; its state is replaced, or left alone when 0 is returned.
         longer_than: only restore what is longer than this.
-
-    Raises:
-        PromptCacheError: the store is one file, and that is damaged or (FingerprintError) another model's.
     """
     return restore_prefix(model, cache, tokens, store, longer_than).length
 
@@ -116,29 +113,6 @@ def _candidate(saved: np.ndarray, path: Path, tokens: np.ndarray, can_trim: bool
     return Candidate(shared if can_trim or shared == len(saved) else 0, shared, path)
 
 
-class PromptFile:
-    """A store of one prompt, in a file of the caller's choice; a file that cannot be used is an error."""
-
-    def __init__(self, path: str | Path, fingerprint: Fingerprint):
-        self.path = user_path(path)
-        self.fingerprint = fingerprint
-
-    def candidates(self, tokens: np.ndarray, can_trim: bool) -> list[Candidate]:
-        if not self.path.exists():
-            return []
-        header = read_prompt_header(self.path)
-        difference = header.fingerprint.difference(self.fingerprint)
-        if difference:
-            raise FingerprintError(f"{self.path} was made with {difference}; choose another file")
-        return [_candidate(header.tokens, self.path, tokens, can_trim)]
-
-    def refuse(self, path: Path, error: PromptCacheError) -> None:
-        raise error
-
-    def save(self, model: Stateful, cache: Sequence[LayerCache], tokens: Sequence[int], behind: bytes = b"") -> None:
-        save_prompt(self.path, model, cache, tokens, self.fingerprint, behind=behind)
-
-
 class PromptDirectory:
     """A store of many prompts; if it exceeds `max_bytes`, the least recently used ones are deleted.
 
@@ -157,6 +131,7 @@ class PromptDirectory:
             raise PromptCacheError(f"{self.path} cannot be made a directory: {why}; choose another") from error
 
     def candidates(self, tokens: np.ndarray, can_trim: bool) -> list[Candidate]:
+        """Files that share a beginning with `tokens`, the most usable first."""
         candidates = (_candidate(saved, path, tokens, can_trim) for path, saved in self._entries())
         return sorted(candidates, key=lambda one: (-one.usable, one.path))
 
@@ -166,7 +141,9 @@ class PromptDirectory:
             _remove(path)
 
     def save(self, model: Stateful, cache: Sequence[LayerCache], tokens: Sequence[int], behind: bytes = b"") -> None:
-        """Raises PromptCacheError: no room on the disk, or the state alone passes `max_bytes`."""
+        """Keeps the state of `cache`, which has absorbed exactly `tokens`, and `behind` it what a draft head knows.
+
+        Raises PromptCacheError: no room on the disk, or the state alone passes `max_bytes`."""
         size = prompt_file_size(model, tokens) + len(behind)
         if size > self.max_bytes:
             raise PromptCacheError(

@@ -125,7 +125,7 @@ def save_state(model: Stateful, cache: Sequence[LayerCache]) -> bytes:
     if any(layer.is_shifted for layer in cache):
         raise SnapshotError(
             "tokens have rotary positions that are not their places in the caches, as after an image, and a snapshot "
-            "cannot say so; save the text with its tokens (PromptFile)"
+            "cannot say so; save the text with its tokens (PromptDirectory)"
         )
     whole = io.BytesIO()
     for part in state_parts(model, cache):

@@ -477,9 +477,8 @@ def test_a_text_ends_with_the_models_context(copy_dir, capfd):
     assert "the prompt has 70 tokens and the model was made for 60" in err and "generation: 3 tokens" in err
 
 
-@pytest.mark.parametrize("option", ["--prompt-cache-file", "--prompt-cache-dir"])
-def test_an_empty_place_for_prompts_is_none(capfd, model_dir, option):
-    assert "a path is empty" in fails(capfd, "--model", model_dir, option, "")
+def test_an_empty_place_for_prompts_is_none(capfd, model_dir):
+    assert "a path is empty" in fails(capfd, "--model", model_dir, "--prompt-cache-dir", "")
 
 
 def test_interrupt_ends_with_the_statistics(copy_dir, interruptible):

@@ -11,7 +11,15 @@ import pytest
 from grids import drawn
 from tiny_models import tiny_directory
 
-from moeflux_mlx import PromptFile, SequenceRows, load_model, load_state, model_fingerprint, reuse_prefix, save_state
+from moeflux_mlx import (
+    PromptDirectory,
+    SequenceRows,
+    load_model,
+    load_state,
+    model_fingerprint,
+    reuse_prefix,
+    save_state,
+)
 from moeflux_mlx.convert import convert
 from moeflux_mlx.errors import BadMagicError, FingerprintError, RequestError
 from moeflux_mlx.mixers.grouped import cache as grouped
@@ -19,6 +27,7 @@ from moeflux_mlx.ops import kv_rows
 from moeflux_mlx.planning.kv_bits import keeping, state_lines
 from moeflux_mlx.planning.needs import state_bytes
 from moeflux_mlx.spec import ModelArgs, variants
+from moeflux_mlx.state.prompt_file import load_prompt, save_prompt
 from moeflux_mlx.state.snapshot import state_size
 
 TEXT = np.random.default_rng(0).integers(0, 240, 60)
@@ -124,7 +133,7 @@ def test_what_was_saved_goes_on_with_the_same_bits(opened, family, tmp_path):
     model = opened(family)
     cache, restored, reused = after(model, 50), model.make_cache(), model.make_cache()
     fingerprint = model_fingerprint(tiny_directory(family), model.activation_dtype, model.cpu_activations, 8)
-    store = PromptFile(tmp_path / "prompt", fingerprint)
+    store = PromptDirectory(tmp_path, fingerprint)
     store.save(model, cache, TEXT[:50].tolist())
     load_state(model, restored, save_state(model, cache))
     assert reuse_prefix(model, reused, TEXT.tolist(), store) == 50
@@ -164,11 +173,9 @@ def test_a_state_of_values_is_not_taken_for_one_of_bytes(opened, tmp_path):
         save_state(rounded, after(plain, 40))
     kinds = [model_fingerprint(path, mx.float32, 8, bits) for bits in (None, 8)]
     assert kinds[0].difference(kinds[1]) == "another --kv-bits" and kinds[0] == model_fingerprint(path, mx.float32, 8)
-    store = PromptFile(tmp_path / "prompt", kinds[0])
-    store.save(plain, after(plain, 40), TEXT[:40].tolist())
-    store.fingerprint = kinds[1]
+    save_prompt(tmp_path / "prompt", plain, after(plain, 40), TEXT[:40].tolist(), kinds[0])
     with pytest.raises(FingerprintError, match="another --kv-bits"):
-        reuse_prefix(rounded, rounded.make_cache(), TEXT.tolist(), store)
+        load_prompt(tmp_path / "prompt", rounded, rounded.make_cache(), kinds[1])
 
 
 # ---- what they cost

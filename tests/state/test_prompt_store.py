@@ -30,7 +30,7 @@ from moeflux_mlx.ops import backend
 from moeflux_mlx.spec import ModelArgs
 from moeflux_mlx.state import fingerprint
 from moeflux_mlx.state.prompt_file import START, VERSION, load_prompt, read_prompt_header, save_prompt
-from moeflux_mlx.state.prompt_store import PromptDirectory, PromptFile, reuse_prefix
+from moeflux_mlx.state.prompt_store import PromptDirectory, reuse_prefix
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
 N = 40
@@ -81,11 +81,10 @@ def same_logits(model, one, other):
 # ---- what is restored ----
 
 
-@pytest.mark.parametrize("kind", [PromptDirectory, PromptFile])
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
-def test_the_same_prompt_gives_the_same_answer_after_a_restart(family, kind, tmp_path):
+def test_the_same_prompt_gives_the_same_answer_after_a_restart(family, tmp_path):
     def run():
-        store = kind(tmp_path / "store", printed(family))
+        store = PromptDirectory(tmp_path / "store", printed(family))
         session = Session(tiny_model(family, mx.float32), tokenizer, store=store)
         responses = list(session.respond(text(), max_tokens=4))
         assert session.save_error is None
@@ -168,16 +167,10 @@ def test_a_saved_text_that_holds_another_makes_it_superfluous(tmp_path):
     assert len(files(tmp_path)) == 2
 
 
-def test_one_file_keeps_the_last_prompt(tmp_path):
-    model, path = tiny_model(RECURRENT, mx.float32), tmp_path / "one"
-    store = PromptFile(path, printed(RECURRENT))
-    assert restored(store, model, text())[0] == 0
-    keep(store, model, text(10))
-    keep(store, model, text(20))
-    assert restored(store, model, text())[0] == 20
-    assert path.stat().st_mode & 0o077 == 0
-    header = read_prompt_header(path)
-    assert header.tokens.tolist() == text(20) and header.fingerprint == printed(RECURRENT)
+def test_nobody_else_may_read_what_is_saved(tmp_path):
+    keep(directory(tmp_path, RECURRENT), tiny_model(RECURRENT, mx.float32), text(10))
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o077 == 0
 
 
 # ---- what belongs to something else ----
@@ -239,10 +232,8 @@ def test_fingerprints_follow_contents(tmp_path):
 def test_files_of_something_else_are_refused(part, tmp_path):
     model, fingerprint = tiny_model(ATTENTION, mx.float32), printed(ATTENTION)
     foreign = replace(fingerprint, **{part: "other"})
-    keep(PromptFile(tmp_path / "file", foreign), model, text(10))
+    save_prompt(tmp_path / "file", model, absorbed(model, text(10)), text(10), foreign)
     before = (tmp_path / "file").read_bytes()
-    with pytest.raises(FingerprintError, match="another"):
-        restored(PromptFile(tmp_path / "file", fingerprint), model, text())
     cache = absorbed(model, text(3))
     states = [layer.state for layer in cache]
     with pytest.raises(FingerprintError, match="another"):
@@ -261,7 +252,8 @@ def test_files_of_something_else_are_refused(part, tmp_path):
 def saved(tmp_path_factory):
     """Returns a file of three tokens, and its bytes."""
     path = tmp_path_factory.mktemp("saved") / "prompt"
-    keep(PromptFile(path, printed(RECURRENT)), tiny_model(RECURRENT, mx.float32), text(3))
+    model = tiny_model(RECURRENT, mx.float32)
+    save_prompt(path, model, absorbed(model, text(3)), text(3), printed(RECURRENT))
     return path, path.read_bytes()
 
 
@@ -356,10 +348,9 @@ def test_damaged_entries_are_skipped_and_removed(tmp_path):
     assert restored(store, model, text())[0] == 0 and files(tmp_path) == []
     keep(store, model, text(10))
     assert restored(store, model, text())[0] == 10
-    keep(PromptFile(tmp_path / "one", store.fingerprint), model, text(10))
     (tmp_path / "one").write_bytes(b"nonsense")
     with pytest.raises(PromptCacheError, match="one is not a prompt cache file"):
-        restored(PromptFile(tmp_path / "one", store.fingerprint), model, text())
+        load_prompt(tmp_path / "one", model, model.make_cache(), store.fingerprint)
 
 
 # ---- room ----
@@ -440,36 +431,37 @@ def no_file_beyond(size):
 
 def test_a_full_disk_keeps_the_old_file(tmp_path):
     model, path = tiny_model(RECURRENT, mx.float32), tmp_path / "one"
-    store = PromptFile(path, printed(RECURRENT))
-    keep(store, model, text(10))
+    own = printed(RECURRENT)
+    save_prompt(path, model, absorbed(model, text(10)), text(10), own)
     cache, before = absorbed(model, text(20)), path.read_bytes()
     for room in (0, 100, 60_000):
         with no_file_beyond(room), pytest.raises(PromptCacheError, match="cannot be written.*make room"):
-            store.save(model, cache, text(20))
+            save_prompt(path, model, cache, text(20), own)
     assert path.read_bytes() == before and files(tmp_path) == ["one"]
     with pytest.raises(PromptCacheError, match="No such file"):
-        PromptFile(tmp_path / "none" / "one", store.fingerprint).save(model, cache, text(20))
+        save_prompt(tmp_path / "none" / "one", model, cache, text(20), own)
     with pytest.raises(PromptCacheError, match="cannot be made"):
-        PromptDirectory(path, store.fingerprint)
+        PromptDirectory(path, own)
 
 
 # ---- other processes ----
 
 WRITER = """
 import sys, itertools
+from pathlib import Path
 sys.path[:0] = [{here!r}, {here!r} + "/support", {here!r} + "/state"]
 import mlx.core as mx
 from moeflux_mlx import load_model, model_fingerprint
-from moeflux_mlx.state.prompt_store import PromptDirectory, PromptFile, reuse_prefix
+from moeflux_mlx.state.prompt_file import save_prompt
+from moeflux_mlx.state.prompt_store import PromptDirectory, reuse_prefix
 from test_prompt_store import absorbed, text
 model = load_model({model!r}, dtype=mx.float32)
 fingerprint = model_fingerprint({model!r}, mx.float32)
 """
 KILLED = """
 states = [(absorbed(model, text(n, n)), text(n, n)) for n in (10, 20)]
-store = PromptFile({path!r}, fingerprint)
 for cache, tokens in itertools.cycle(states):
-    store.save(model, cache, tokens)
+    save_prompt(Path({path!r}), model, cache, tokens, fingerprint)
     print("saved", flush=True)
 """
 SHARING = """
