@@ -42,7 +42,7 @@ class Group(Protocol):
 
 
 class MlxGroup:
-    """MLX's group (`mx.distributed.init`): ring over TCP, JACCL over Thunderbolt, MPI, or NCCL.
+    """MLX's group (`mx.distributed.init`): ring over TCP, JACCL over Thunderbolt, or NCCL.
 
     On a Mac it runs on the CPU's stream between two evaluations: the system would stop a GPU that waits for another
     machine's disk. NCCL works only on the GPU.

@@ -19,8 +19,7 @@ from ..process import claim_process
 from .group import Group, MlxGroup
 
 VARIABLES = {"ring": "MLX_HOSTFILE", "jaccl": "MLX_IBV_DEVICES", "nccl": "NCCL_HOST_IP"}
-MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # variables that MPI's launchers set
-BACKENDS = (*VARIABLES, "mpi")
+BACKENDS = tuple(VARIABLES)
 JOIN_SECONDS = 120.0
 # Waits until its input ends, which happens when its parent is done or gone.
 OUTSIDE = """
@@ -38,21 +37,18 @@ def backend_of(environ: Mapping[str, str], asked: str | None = None) -> str | No
     Raises:
         RequestError: the variables of a transport are incomplete, or several are set.
     """
-    by_mpi = any(name in environ for name in MPI_RANKS)
     if "MLX_RANK" not in environ:
-        if asked == "mpi" and not by_mpi:
-            raise RequestError("--backend mpi needs an MPI launcher; start all ranks with mpirun or mlx.launch")
-        if asked is not None and asked != "mpi":
+        if asked is not None:
             raise RequestError(f"--backend {asked} needs MLX_RANK; start all ranks with mlx.launch, or set it by hand")
-        return "mpi" if by_mpi else None
-    backends = [backend for backend, name in VARIABLES.items() if name in environ] + (["mpi"] if by_mpi else [])
+        return None
+    backends = [backend for backend, name in VARIABLES.items() if name in environ]
     if asked is not None and asked in backends:
         return asked
     if asked is None and len(backends) == 1:
         return backends[0]
     needs = ", ".join(f"{name} ({backend})" for backend, name in VARIABLES.items())
     if not backends or asked is not None:
-        wanted = f"--backend {asked} needs {VARIABLES.get(asked, 'an MPI launcher')}" if asked else f"one of {needs}"
+        wanted = f"--backend {asked} needs {VARIABLES[asked]}" if asked else f"one of {needs}"
         raise RequestError(f"MLX_RANK is {environ['MLX_RANK']!r}, but no transport's variables are set: {wanted}")
     raise RequestError(
         f"the environment selects several transports, {' and '.join(backends)}; choose one with --backend"

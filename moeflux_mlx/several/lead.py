@@ -83,7 +83,7 @@ class Lead:
             if not self.exchange.is_broken and not self.is_shared:
                 send_order(self.exchange, Order.QUIT, code)
                 self.exchange.is_broken = True
-        self._idle.join(PARTING_SECONDS)  # MLX does not finalise MPI while a thread holds its group
+        self._idle.join(PARTING_SECONDS)
 
     def _keep_asleep(self) -> None:
         nap = SHORTEST_NAP

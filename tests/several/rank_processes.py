@@ -3,11 +3,8 @@
 import io
 import json
 import os
-import shutil
 import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from forked import Child
@@ -77,16 +74,3 @@ def together(folder, ranks, *arguments, options=(), text=""):
     file = ring(folder, ranks)
     more = [*options, *([()] * (ranks - len(options)))]
     return ended([started(file, rank, *command(*arguments, *more[rank])) for rank in range(ranks)], [text])
-
-
-MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-
-
-def by_mpi(ranks, *arguments):
-    """Runs `python -c *arguments` on all ranks of MPI. Returns (the launcher's exit code, stdout, stderr)."""
-    library = Path(MPIRUN).parent.parent / "lib" / "libmpi.so.40"
-    environment = child_environment() | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    environment |= {"MLX_MPI_LIBNAME": str(library)} if library.exists() else {}
-    launch = [MPIRUN, "--oversubscribe", "--mca", "mpi_yield_when_idle", "1", "-n", str(ranks), sys.executable, "-c"]
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return ended([subprocess.Popen([*launch, *map(str, arguments)], env=environment, **streams)])[0]

@@ -22,8 +22,6 @@ RANK = {"MLX_RANK": "0"}
         (RANK | {"MLX_HOSTFILE": "hosts"}, None, "ring"),
         (RANK | {"MLX_IBV_DEVICES": "devices"}, None, "jaccl"),
         (RANK | {"NCCL_HOST_IP": "10.0.0.1"}, None, "nccl"),
-        ({"OMPI_COMM_WORLD_RANK": "1"}, None, "mpi"),
-        ({"OMPI_COMM_WORLD_RANK": "1"}, "mpi", "mpi"),
         (RANK | {"MLX_HOSTFILE": "hosts", "NCCL_HOST_IP": "10.0.0.1"}, "nccl", "nccl"),
     ],
 )
@@ -36,7 +34,6 @@ def test_the_environment_decides(environ, asked, backend):
     [
         (RANK, None, "variables are set: one of MLX_HOSTFILE"),
         ({}, "ring", "--backend ring needs MLX_RANK"),
-        ({}, "mpi", "--backend mpi needs an MPI launcher; start all ranks with mpirun"),
         (RANK | {"MLX_HOSTFILE": "hosts"}, "nccl", "--backend nccl needs NCCL_HOST_IP"),
         (
             RANK | {"MLX_HOSTFILE": "hosts", "NCCL_HOST_IP": "10.0.0.1"},
@@ -48,7 +45,7 @@ def test_the_environment_decides(environ, asked, backend):
 def test_incomplete_or_several_settings_are_refused(environ, asked, message):
     with pytest.raises(RequestError, match=message):
         backend_of(environ, asked)
-    assert {"ring", "jaccl", "nccl", "mpi"} == set(BACKENDS)
+    assert {"ring", "jaccl", "nccl"} == set(BACKENDS)
 
 
 def test_when_the_watchdog_ends_the_process():

