@@ -7,14 +7,12 @@ arrived. Special tokens, stop tokens and thinking tags come from the files. Noth
 """
 
 import codecs
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import cast
 
-from ..errors import RequestError, TokenizerError
-from ..files import JsonDict, JsonObject, JsonValue, that_ends
+from ..errors import ModelFileError, RequestError, TokenizerError
+from ..files import JsonDict, JsonObject, JsonValue, read_json
 from .byte_pairs import BytePairVocabulary, listed_tokens, open_tokenizer_json
 from .channels import channels_of
 from .chat_template import ChatTemplate, find_templates
@@ -330,15 +328,11 @@ def stated_ends(config: JsonObject, file: Path) -> list[int]:
 
 
 def _read_json(file: Path) -> JsonDict:
+    """The object in a file, empty if there is no file."""
     try:
-        content = json.loads(that_ends(file).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{file} cannot be read: {error}; fetch it again") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{file} holds a JSON {type(content).__name__}; it must be an object; fetch it again")
-    return cast(JsonDict, content)
+        return read_json(file) if file.exists() else {}
+    except ModelFileError as error:
+        raise TokenizerError(f"{error}; fetch it again") from error
 
 
 def _check_unicode(text: str) -> None:
