@@ -181,10 +181,6 @@ def _print_report(report: ConversionReport, options: argparse.Namespace) -> None
     lines = []
     if options.requantize and not report.lossy:
         lines.append("note: --requantize had no effect: everything could be copied")
-    if options.yes and not options.delete_source:
-        lines.append("note: --yes had no effect without --delete-source")
-    if options.revision is not None and user_path(options.hf_path).exists():
-        lines.append("note: --revision had no effect: --hf-path is a directory")
     lines += _without_effect(report, options)
     if not any((report.path / name).exists() for name in VOCABULARY_FILES):
         lines.append(f"warning: the checkpoint has no {' or '.join(VOCABULARY_FILES)}; generate needs one of them")
