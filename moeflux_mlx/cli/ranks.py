@@ -9,7 +9,7 @@ from ..errors import RequestError
 from ..opening.engine import Engine
 from ..several.follow import Follower
 from ..several.group import Exchange
-from ..several.joining import BACKENDS, end_process, join
+from ..several.joining import end_process, join
 from ..several.lead import Lead
 from ..several.ranks import Ranks
 from .fetching import local_model
@@ -20,7 +20,6 @@ from .terminal import note
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("several machines (docs/several-machines.md)").add_argument
-    add("--backend", choices=BACKENDS, help="transport between ranks; default: as the environment variables select")
     add(
         "--rank-share",
         type=int,
@@ -66,7 +65,7 @@ def join_ranks(options: argparse.Namespace) -> Ranks | None:
     """
     if options.rank_seconds is not None and not 1 <= options.rank_seconds < 1e6:
         raise RequestError(f"--rank-seconds is {options.rank_seconds}; it must be from 1 to 1e6")
-    group = join(os.environ, options.backend)
+    group = join(os.environ)
     if group is None:
         for name in ("rank_share", "rank_seconds", "share_routing"):
             if getattr(options, name) is not None:

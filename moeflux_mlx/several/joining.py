@@ -19,7 +19,6 @@ from ..process import claim_process
 from .group import Group, MlxGroup
 
 VARIABLES = {"ring": "MLX_HOSTFILE", "jaccl": "MLX_IBV_DEVICES", "nccl": "NCCL_HOST_IP"}
-BACKENDS = tuple(VARIABLES)
 JOIN_SECONDS = 120.0
 # Waits until its input ends, which happens when its parent is done or gone.
 OUTSIDE = """
@@ -31,42 +30,35 @@ if not select.select([sys.stdin], [], [], float(sys.argv[1]))[0]:
 LATE = 75  # exit code of a process that waited too long (EX_TEMPFAIL)
 
 
-def backend_of(environ: Mapping[str, str], asked: str | None = None) -> str | None:
+def backend_of(environ: Mapping[str, str]) -> str | None:
     """The transport that the environment selects; None: this process is alone.
 
     Raises:
-        RequestError: the variables of a transport are incomplete, or several are set.
+        RequestError: the variables of no transport are set, or those of several.
     """
     if "MLX_RANK" not in environ:
-        if asked is not None:
-            raise RequestError(f"--backend {asked} needs MLX_RANK; start all ranks with mlx.launch, or set it by hand")
         return None
     backends = [backend for backend, name in VARIABLES.items() if name in environ]
-    if asked is not None and asked in backends:
-        return asked
-    if asked is None and len(backends) == 1:
+    if len(backends) == 1:
         return backends[0]
+    if backends:
+        names = " and ".join(VARIABLES[backend] for backend in backends)
+        raise RequestError(f"{names} are set; each stands for a transport between ranks: unset all but one of them")
     needs = ", ".join(f"{name} ({backend})" for backend, name in VARIABLES.items())
-    if not backends or asked is not None:
-        wanted = f"--backend {asked} needs {VARIABLES[asked]}" if asked else f"one of {needs}"
-        raise RequestError(f"MLX_RANK is {environ['MLX_RANK']!r}, but no transport's variables are set: {wanted}")
-    raise RequestError(
-        f"the environment selects several transports, {' and '.join(backends)}; choose one with --backend"
-    )
+    raise RequestError(f"MLX_RANK is {environ['MLX_RANK']!r}, but no transport is: set one of {needs}")
 
 
-def join(environ: Mapping[str, str], asked: str | None = None, limit: float = JOIN_SECONDS) -> "Watched | None":
+def join(environ: Mapping[str, str], limit: float = JOIN_SECONDS) -> "Watched | None":
     """The group of this process, with a time limit on every gathering; None: this process is alone.
 
     Args:
         environ: the process's environment.
-        asked: a transport of BACKENDS; None: the one that the environment arranges.
         limit: seconds until the others must have come.
 
     Raises:
         RequestError: the environment contradicts itself. RankError: the others cannot be reached.
     """
-    backend = backend_of(environ, asked)
+    backend = backend_of(environ)
     if backend is None:
         return None
     claim_process()

@@ -276,7 +276,6 @@ def test_expert_io_option_and_environment(capfd, model_dir, monkeypatch):
         (["--chat-template-config", "{"], "not JSON"),
         (["--chat-template-config", "[]"], "expected an object"),
         (["--chat-template-config", '{"tokenize": false}'], "cannot set tokenize"),
-        (["--backend", "ring"], "--backend ring needs MLX_RANK"),
         (["--rank-share", "0"], "--rank-share is for one of several ranks"),
         (["--rank-seconds", "30"], "--rank-seconds is for one of several ranks"),
         (["--share-routing"], "--share-routing is for one of several ranks"),

@@ -9,43 +9,35 @@ import pytest
 from rank_processes import ring, started
 
 from moeflux_mlx.errors import RequestError
-from moeflux_mlx.several.joining import BACKENDS, LATE, Watchdog, backend_of
+from moeflux_mlx.several.joining import LATE, Watchdog, backend_of
 
 RANK = {"MLX_RANK": "0"}
 
 
 @pytest.mark.parametrize(
-    "environ, asked, backend",
+    "environ, backend",
     [
-        ({}, None, None),
-        ({"MLX_HOSTFILE": "hosts"}, None, None),
-        (RANK | {"MLX_HOSTFILE": "hosts"}, None, "ring"),
-        (RANK | {"MLX_IBV_DEVICES": "devices"}, None, "jaccl"),
-        (RANK | {"NCCL_HOST_IP": "10.0.0.1"}, None, "nccl"),
-        (RANK | {"MLX_HOSTFILE": "hosts", "NCCL_HOST_IP": "10.0.0.1"}, "nccl", "nccl"),
+        ({}, None),
+        ({"MLX_HOSTFILE": "hosts"}, None),
+        (RANK | {"MLX_HOSTFILE": "hosts"}, "ring"),
+        (RANK | {"MLX_IBV_DEVICES": "devices"}, "jaccl"),
+        (RANK | {"NCCL_HOST_IP": "10.0.0.1"}, "nccl"),
     ],
 )
-def test_the_environment_decides(environ, asked, backend):
-    assert backend_of(environ, asked) == backend
+def test_the_environment_decides(environ, backend):
+    assert backend_of(environ) == backend
 
 
 @pytest.mark.parametrize(
-    "environ, asked, message",
+    "environ, message",
     [
-        (RANK, None, "variables are set: one of MLX_HOSTFILE"),
-        ({}, "ring", "--backend ring needs MLX_RANK"),
-        (RANK | {"MLX_HOSTFILE": "hosts"}, "nccl", "--backend nccl needs NCCL_HOST_IP"),
-        (
-            RANK | {"MLX_HOSTFILE": "hosts", "NCCL_HOST_IP": "10.0.0.1"},
-            None,
-            "ring and nccl; choose one with --backend",
-        ),
+        (RANK, "no transport is: set one of MLX_HOSTFILE"),
+        (RANK | {"MLX_HOSTFILE": "hosts", "NCCL_HOST_IP": "10.0.0.1"}, "MLX_HOSTFILE and NCCL_HOST_IP are set"),
     ],
 )
-def test_incomplete_or_several_settings_are_refused(environ, asked, message):
+def test_incomplete_or_several_settings_are_refused(environ, message):
     with pytest.raises(RequestError, match=message):
-        backend_of(environ, asked)
-    assert {"ring", "jaccl", "nccl"} == set(BACKENDS)
+        backend_of(environ)
 
 
 def test_when_the_watchdog_ends_the_process():
