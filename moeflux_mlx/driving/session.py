@@ -380,11 +380,7 @@ class Session:
         restored = saved = 0
         if self.store is not None:
             self.tokens = []  # if restoring is interrupted, the caches' contents are undefined
-            try:
-                restored, saved, behind = restore_prefix(self.model, self.cache, prompt, self.store, known)
-            except PromptCacheError:
-                self.tokens = before
-                raise
+            restored, saved, behind = restore_prefix(self.model, self.cache, prompt, self.store, known)
         if restored:
             self.points.drop_after(shared)
             self.tokens = prompt[:restored]
