@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -12,9 +13,18 @@ from .cli.planning import ASSUMED_DISK, figures
 from .cli.run import Parser, main_of
 from .errors import RequestError
 
-GGUF_FILES = """
-moeflux plan --model ORG/NAME lists the quants of a repository of GGUF files with their sizes, if
-the package gguf is installed, and moeflux chat --model ORG/NAME:QUANT prints the size first."""
+WIDTH = 100  # columns
+AFFINE_BITS = 4.5  # of a weight in 4 bits in groups of 64, as in most of the table
+# Bits of a weight of routed experts in llama.cpp's standard mixes, by `llama_tensor_get_type_impl` of its
+# llama-quant.cpp: of gate and up, and of down on an average of the layers, some of which have more.
+MIXES = {
+    "Q2_K": (2.625, 3.4375),
+    "Q3_K_M": (3.4375, 4.5625),
+    "Q4_K_M": (4.5, 5.53125),
+    "Q5_K_M": (5.5, 6.03125),
+    "Q6_K": (6.5625, 6.5625),
+    "Q8_0": (8.5, 8.5),
+}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -29,8 +39,25 @@ def run(options: argparse.Namespace) -> int:
     named = [fit for fit in fits if fit.memory_bytes is not None and fit.repository is not None]
     commands = ["", "to try one (moeflux prints its size first; moeflux plan --model NAME downloads no weights):"]
     commands += [f"  {fit.command}" for fit in named]
-    print("\n".join([*table(here, fits), *(commands if named else []), GGUF_FILES]))
+    print("\n".join([*table(here, fits), *(commands if named else []), "", *gguf_lines()]))
     return 0
+
+
+def factor(mix: str) -> float:
+    """The size of a GGUF file of this mix, about, as a multiple of the model's in 4 bits in groups of 64."""
+    first, down = MIXES[mix]
+    return (2 * first + down) / 3 / AFFINE_BITS
+
+
+def gguf_lines() -> list[str]:
+    """What is known of GGUF files: their sizes by quant, and the commands that say more."""
+    factors = ", ".join(f"{factor(mix):.2f} ({mix})" for mix in MIXES)
+    text = (
+        f"A GGUF file with llama.cpp's standard mix takes about the disk of the table times {factors}; publishers' own "
+        "mixes differ. With the package gguf installed, moeflux plan --model ORG/NAME lists the quants of a repository "
+        "with their sizes, and moeflux chat --model ORG/NAME:QUANT prints the size first."
+    )
+    return textwrap.wrap(text, WIDTH, break_on_hyphens=False)
 
 
 def machine(options: argparse.Namespace) -> Machine:

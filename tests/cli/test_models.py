@@ -2,13 +2,15 @@
 
 import json
 
+import mlx.core as mx
 import pytest
 from test_docs import refusal
 
 from moeflux_mlx import models
 from moeflux_mlx.cli.known_models import COMFORTABLE
+from moeflux_mlx.plan import describe_variant
 from moeflux_mlx.planning.machine import default_dtype
-from moeflux_mlx.spec import variants
+from moeflux_mlx.spec import ModelArgs, variants
 from moeflux_mlx.tools.checkup import product_rate
 
 INSTANT = "--products-gb-per-s=1e6"  # products take no time, so only the disk decides
@@ -103,3 +105,26 @@ def test_wrong_options_are_one_line(capsys):
 
 def test_products_are_measured_on_this_machine():
     assert 1e7 < product_rate(default_dtype()) < 1e14
+
+
+@pytest.mark.parametrize(
+    ("mix", "parts", "more"),
+    [
+        ("Q2_K", {"default": "q2_k", "down": "q3_k"}, None),
+        ("Q4_K_M", {"default": "q4_k"}, "q6_k"),
+        ("Q5_K_M", {"default": "q5_k"}, "q6_k"),
+        ("Q8_0", {"default": "q8_0"}, None),
+    ],
+)
+def test_sizes_of_gguf_files_follow_llama_cpp_s_rule(mix, parts, more, tmp_path):
+    """The rule for down projections: `llama_tensor_get_type_impl` of llama.cpp's llama-quant.cpp (`use_more_bits`)."""
+    args = ModelArgs.from_variant("qwen3-30b-a3b")
+    n = args.num_hidden_layers
+    layers = [i for i in range(n) if i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2]
+    recipe = {**parts, "layers": {str(i): {"down": more} for i in layers if more}}
+    (tmp_path / "mix.json").write_text(json.dumps(recipe))
+    sizes = [
+        model.layout.total_bytes + model.resident
+        for model in (describe_variant(args, one, mx.bfloat16) for one in (str(tmp_path / "mix.json"), None))
+    ]
+    assert models.factor(mix) == pytest.approx(sizes[0] / sizes[1], rel=0.01)
