@@ -15,15 +15,11 @@ import mlx.core as mx
 from .cli.benchmarking import (
     OURS,
     PromptFigures,
-    Rates,
     Rounds,
     StepsAfter,
-    check_numbers,
     measured,
     medians,
     own_steps,
-    parallel_rates,
-    parallel_table,
     table,
 )
 from .cli.diagnosis import machine_lines
@@ -51,13 +47,10 @@ def run(options: argparse.Namespace) -> int:
         raise RequestError("--max-tokens must be at least 2, --rounds and --prompt-tokens at least 1")
     located = local_model(options)
     options.prompt_tokens = fitting_lengths(options, located.args)
-    room = max(options.parallel or [1]) - 1  # tokens that the first of several says before the last begins
-    options.context = options.context or max(options.prompt_tokens) + options.max_tokens + room
+    options.context = options.context or max(options.prompt_tokens) + options.max_tokens
     # random tokens say nothing about what later sessions use
     engine = open_optional(options, located, warm_start="off")
     peer = None if options.against is None else mlx_lm_steps(engine)
-    if options.parallel:
-        check_numbers(options.parallel, engine)
     note_idle_options(options, engine.experts.mode)
     lines = machine_lines(machine_figures())
     print("\n".join([*lines, engine.experts.decision]))
@@ -69,15 +62,10 @@ def run(options: argparse.Namespace) -> int:
         length: forecasts(engine, length + options.max_tokens // 2, runs[OURS][length]) for length in runs[OURS]
     }
     print("\n".join([*forecast_lines(expected, runs[OURS]), *table(runs[OURS], runs.get("mlx-lm"))]))
-    rates: Rates = {}
-    if options.parallel:
-        sizes = options.prompt_tokens[0], options.max_tokens, options.rounds
-        rates = parallel_rates(engine, options.parallel, *sizes)
-        print("\n".join(parallel_table(rates)))
     memory = memory_of(engine)
     print(memory_line(memory))
     if options.json:
-        print(json.dumps(report(options, engine, lines, memory, runs, expected) | {"parallel": rates}))
+        print(json.dumps(report(options, engine, lines, memory, runs, expected)))
     return 0
 
 
@@ -204,13 +192,6 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--max-tokens", "-m", type=int, default=64, metavar="N", help="tokens after each prompt (%(default)s)")
     add("--rounds", type=int, default=3, metavar="N", help="rounds, whose medians the table shows (%(default)s)")
-    add(
-        "--parallel",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="also measure how fast this many sequences decode together, in turns, with prompts of the first length",
-    )
     add("--against", choices=["mlx-lm"], help="also run the checkpoint in mlx-lm, in turns; it must fit in memory")
     add("--json", action="store_true", help="also print the results as a last line of JSON")
     add_model_options(made, answers=False)

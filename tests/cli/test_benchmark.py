@@ -60,16 +60,6 @@ def test_options_of_answers_are_unknown(capsys, tiny, option):
     assert f"unrecognized arguments: {option};" in capsys.readouterr().err
 
 
-def test_sequences_together(capsys, tiny):
-    numbers = ["--parallel", "1", "3"]
-    assert benchmark.main([*SHORT, *tiny, *numbers, "--json"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rates = json.loads(lines[-1])["parallel"]
-    assert list(rates) == ["1", "3"] and all(len(of) == 2 and min(of) > 0 for of in rates.values())
-    head = next(i for i, line in enumerate(lines) if line.split() == ["sequences", "tokens/s", "over", "1"])
-    assert [line.split()[0] for line in lines[head + 1 : head + 3]] == ["1", "3"] and "1.00x" in lines[head + 1]
-
-
 def test_lengths_fit_the_demo_model_and_json_is_optional(capsys):
     assert benchmark.main(["--max-tokens", "2", "--rounds", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -100,7 +90,6 @@ def test_a_peer_takes_turns(monkeypatch, capsys, tiny):
             "give --prompt-tokens and --max-tokens that add up to no more",
         ),
         (["--against", "mlx-lm"], "mlx-lm cannot run"),
-        (["--parallel", "17"], "1 to 16 sequences decode together"),
     ],
 )
 def test_refusals(capsys, tiny, more, message):
