@@ -102,7 +102,7 @@ def test_a_plan_adds_up_or_its_refusal_says_what_fits(name, memory, resident, co
 def test_records_of_several_sizes_are_planned_in_bytes(name, memory, cache):
     args = ModelArgs.from_variant(name)
     low, high = Quant(3, 64), Quant(6, 64)
-    quants = {layer: (low, low, high if layer % 3 else low) for layer in args.moe_layers}
+    quants = {layer: (low, low, high if layer % 3 else low)[-args.matrices_of(layer) :] for layer in args.record_sets}
     layout = ExpertLayout.from_args(args, quants)
     try:
         made = plan_memory(args, layout, machine(memory, None), Demand(GB, 1000, 2, expert_cache_bytes=cache))
