@@ -388,10 +388,6 @@ class StreamedExperts(ExpertLoader):
     def slots_per_layer(self, spare: int = 0, layer: int | None = None) -> int:
         return self.pools.slots_per_layer(spare, layer)
 
-    def wait_for(self, layer: int) -> None:
-        with self._alone():
-            self.reads.take_in([key for key in self.in_flight if key[0] == layer])
-
     def drain(self) -> None:
         with self._alone():
             self.reads.take_in(self.in_flight)
