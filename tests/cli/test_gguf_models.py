@@ -8,6 +8,7 @@ from grids import one_in_three
 from small_hub import SmallHub, connected
 from test_gguf_families import cache, type_of  # noqa: F401 (a fixture)
 
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.opening.locate import locate
 from moeflux_mlx.opening.remote import Remote
 from moeflux_mlx.opening.weights import open_weights
@@ -36,6 +37,28 @@ def test_a_model_is_planned_from_its_header_and_comes_alone(tmp_path, capfd, fam
     assert path.name == "Tiny-Q8_0.gguf" and (args, layout) == (weights.args, weights.experts.layout)
     text = weights.located.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("family, comes", [("glm4_moe", True), ("exaone_moe", False)])
+def test_a_draft_head_comes_with_a_model_that_can_use_it(tmp_path, capfd, family, comes):
+    """That of its name and quant, in two files; not one of another name, folder or quant."""
+    folder, head = tmp_path / "files", [f"mtp-Tiny-Q8_0-0000{i}-of-00002.gguf" for i in (1, 2)]
+    folder.mkdir()
+    gguf_models.write_gguf(folder / "Tiny-UD-Q8_0.gguf", family, type_of(family))
+    gguf_models.write_head(folder / "mtp-Tiny-Q8_0.gguf", "glm4_moe", lambda name: "F32", split_max_tensors=12)
+    assert sorted(file.name for file in folder.glob("mtp-*")) == head
+    for name in ("mtp-Tiny-Q4_0.gguf", "mtp-Other-Q8_0.gguf", "more/mtp-Tiny-Q8_0.gguf"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"GGUF")
+    with SmallHub(folder) as hub, connected(hub, tmp_path / "hub"):
+        assert pull(["org/model:q8_0"]) == 0
+        path = Path(capfd.readouterr().out.strip())
+        assert Remote.look_up("org/model:q8_0").missing == 0
+    assert sorted(file.name for file in path.parent.glob("mtp-*")) == (head if comes else [])
+    if comes:
+        model = load_model(path, draft="head")
+        assert model.head is not None
+        model.experts.close()
 
 
 GB = 10**9
