@@ -21,6 +21,12 @@ def models_in(names: Iterable[str]) -> dict[str, list[str]]:
     return _grouped(name for name in names if not ASIDE.search(_own(name)))
 
 
+def is_whole(files: Sequence[str]) -> bool:
+    """Whether these files of a model are all that it has."""
+    match = SPLIT_NAME.fullmatch(files[0])
+    return match is None or int(match[3]) == len(files)
+
+
 def heads_of(files: Sequence[str], sizes: Mapping[str, int]) -> list[list[str]]:
     """The draft head alone (`mtp-*.gguf`) in a model's folder, as its files in order: of those with the model's name
     the one of its quant, or else the smallest; or else all, of which any may be meant.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..formats.gguf_names import FLOATS, SUFFIX, models_in, stem_and_quant
+from ..formats.gguf_names import FLOATS, SUFFIX, is_whole, models_in, stem_and_quant
 from .machine import in_gb
 
 SHARE = 0.8  # of memory for a file whose model lies in memory whole; caches and temporaries take the rest
@@ -28,7 +28,7 @@ class Quants:
     def beside(cls, files: Sequence[Path]) -> "Quants":
         """Those in the directory of the first of these files, which are the chosen model's; none without files."""
         here = files[0].parent.glob(f"*{SUFFIX}") if files else ()
-        return cls({one.name: one.stat().st_size for one in here}, [file.name for file in files])
+        return cls({one.name: one.stat().st_size for one in (*here, *files)}, [file.name for file in files])
 
     def note(self, memory: int) -> str:
         """A line that names another quant of the chosen model: the largest that fits in `memory`. Empty: there is none,
@@ -39,7 +39,9 @@ class Quants:
         alike = {
             one: sum(map(self.sizes.__getitem__, files))
             for one, files in models.items()
-            if stem_and_quant(one)[0] == stem_and_quant(name)[0] and stem_and_quant(one)[1] not in ("", *FLOATS)
+            if is_whole(files)
+            and stem_and_quant(one)[0] == stem_and_quant(name)[0]
+            and stem_and_quant(one)[1] not in ("", *FLOATS)
         }
         fitting = [one for one, size in alike.items() if size <= SHARE * memory]
         best = max(fitting, key=alike.__getitem__, default=name)

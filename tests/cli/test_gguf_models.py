@@ -87,6 +87,19 @@ def test_a_quant_that_suits_the_memory_better(chosen, memory, wanted):
     assert Quants(SIZES, (chosen,)).note(memory * GB) == wanted
 
 
+def test_parts_of_a_model_on_another_drive_count(tmp_path):
+    """Also those of the model that is to run; other models count where all of their parts are."""
+    here, there = tmp_path / "a", tmp_path / "b"
+    sizes = {"a/Tiny-Q8_0-00001-of-00002": 1, "b/Tiny-Q8_0-00002-of-00002": 7, "a/Tiny-Q4_0": 5}
+    for name, size in (sizes | {"a/Tiny-Q6_K-00001-of-00002": 6}).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.gguf").write_bytes(bytes(size))
+    eight = [here / "Tiny-Q8_0-00001-of-00002.gguf", there / "Tiny-Q8_0-00002-of-00002.gguf"]
+    assert Quants.beside(eight).note(100) == ""
+    assert Quants.beside(eight).note(9).startswith("Tiny-Q4_0 (0.0 GB) fits in memory; Tiny-Q8_0 (0.0 GB) is")
+    assert Quants.beside([here / "Tiny-Q4_0.gguf"]).note(100) == ""
+
+
 def test_the_note_is_one_line_of_a_plan(tmp_path, capfd):
     folder = tmp_path / "files"
     folder.mkdir()
