@@ -24,11 +24,11 @@ from .decoder import Model
 from .head import DraftHead
 from .moe import MoE
 from .residual import WeighedParts
-from .streams import Connection, NormedBlockSum
+from .streams import Connection, MessageQueries, NormedBlockSum
 
 # By names alone: sizes in memory are known of files without a model.
 KEPT_FLOAT32 = {GLOBAL_SCALE, *OF_MIXERS, *MoE.kept_float32, *Connection.kept_float32, *WeighedParts.kept_float32}
-KEPT_FLOAT32 |= {*NormedBlockSum.kept_float32}
+KEPT_FLOAT32 |= {*NormedBlockSum.kept_float32, *MessageQueries.kept_float32}
 EMBEDDING = ".embed_tokens"
 ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate", ".self_attn.value_experts.gate")
 ROUTER = Quant(8, 64)  # the form of routers, unless a recipe has another
