@@ -255,6 +255,11 @@ INKLING2 = Family(_inkling2, renames=RENAMES2, numbered=_numbered, interleaved_e
 LOOPED = (
     (".controllers.attn.", ".controllers.q."),
     *((f".{name}_weight$", f".{name}_proj.weight") for name in ("down", "forget", "gain")),
+    *(
+        (f".experts.{theirs}_weight_{end}$", f".experts.{ours}_proj.weight_{end}")
+        for theirs, ours in (("w13", "gate_up"), ("w2", "down"))
+        for end in ("amax", "outer_scale_denominator")
+    ),
     ("middle_cycle_cross_pass_queries$", "messages.query"),
     ("middle_cycle_cross_pass_kv_queries$", "messages.kv_query"),
 )
