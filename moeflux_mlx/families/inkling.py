@@ -136,11 +136,13 @@ def _inkling2_loop(read: Fields) -> JsonDict:
     layers, residual = fields["layers"], fields["layers"][0].residual
     loop = Fields({ours: read.config.get(theirs) for ours, theirs in OF_LOOP.items()}).with_usual(LOOP)
     loop = Fields(read.optional("loop_config", Mapping, {})).with_usual(loop.config)
+    passes, block = loop.count("num_passes", most=16), residual.connections.block
+    if passes == 1:
+        return fields
     first, end = loop.count("core_start", most=len(layers) - 1), loop.count("core_end", most=len(layers))
-    passes, rank, block = loop.count("num_passes", most=16), loop.count("gate_rank"), residual.connections.block
     if first % block or end % block or first >= end:
         raise out_of_range("loop_config", [first, end], f"core_start below core_end, both multiples of {block}")
-    sums = replace(residual.connections, messages=Messages(first, end, rank) if passes > 1 else None)
+    sums = replace(residual.connections, messages=Messages(first, end, loop.count("gate_rank")))
     return {
         **fields,
         "layers": tuple(
