@@ -374,7 +374,7 @@ class StreamedExperts(ExpertLoader):
         self.pools.give_way(layer, ids)
 
     def take_back(self, rows: int) -> None:
-        for layer, (ids, ready) in self._rows_asked.layers.items():
+        for layer, ids, ready in self._rows_asked.visits():
             read = ids[rows:][~ready[rows:]]
             self.give_way(layer, np.setdiff1d(read, ids[:rows]).tolist())
         self._rows_asked.layers.clear()

@@ -200,6 +200,10 @@ def keep_layers(body: dict, start: int, count: int) -> None:
         body["num_hash_layers"] = min(body["num_hash_layers"], count - 1)
     if "ple_layer_ids" in body:  # from one on
         body["ple_layer_ids"] = [layer for layer in body["ple_layer_ids"] if layer <= count]
+    if "loop_config" in body:  # whole blocks run several times
+        loop, block = body["loop_config"], body["n_layers_per_attn_res_block"]
+        loop["core_end"] = min(loop["core_end"], count // block * block)
+        loop["num_passes"] = loop["num_passes"] if loop["core_end"] > loop["core_start"] else 1
     if "moe_layers_enum" in body:
         kept = (int(layer) - start for layer in body["moe_layers_enum"].split(","))
         body["moe_layers_enum"] = ",".join(str(layer) for layer in kept if 0 <= layer < count)
