@@ -25,10 +25,11 @@ MIXES = {
     "Q6_K": (6.5625, 6.5625),
     "Q8_0": (8.5, 8.5),
 }
+MORE = "moeflux models --gguf lists models whose GGUF files run, by llama.cpp's architecture, with about their sizes."
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the table, or with --json one object."""
+    """Prints the table, or with --json one object, or with --gguf another table."""
     if options.context is not None and options.context < 1:
         raise RequestError(f"--context is {options.context}; it must be at least 1")
     here = machine(options)
@@ -36,10 +37,13 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report(here, fits)))
         return 0
+    if options.gguf:
+        print("\n".join(by_architecture(fits)))
+        return 0
     named = [fit for fit in fits if fit.memory_bytes is not None and fit.repository is not None]
     commands = ["", "to try one (moeflux prints its size first; moeflux plan --model NAME downloads no weights):"]
     commands += [f"  {fit.command}" for fit in named]
-    print("\n".join([*table(here, fits), *(commands if named else []), "", *gguf_lines()]))
+    print("\n".join([*table(here, fits), *(commands if named else []), "", *gguf_lines(MORE)]))
     return 0
 
 
@@ -49,13 +53,22 @@ def factor(mix: str) -> float:
     return (2 * first + down) / 3 / AFFINE_BITS
 
 
-def gguf_lines() -> list[str]:
-    """What is known of GGUF files: their sizes by quant, and the commands that say more."""
-    factors = ", ".join(f"{factor(mix):.2f} ({mix})" for mix in MIXES)
+def by_architecture(fits: Sequence[Fit]) -> list[str]:
+    """Lines of at most 100 columns: the models whose GGUF files are read, and about how large these are."""
+    read = sorted((fit.architecture, fit.disk_bytes, fit.name) for fit in fits if fit.architecture)
+    first, second = max(len(row[0]) for row in read) + 2, max(len(row[2]) for row in read) + 2
+    lines = [f"{'architecture':{first}}{'GB, about:':{second}}" + "".join(f"{mix:>8}" for mix in MIXES)]
+    for architecture, size, name in read:
+        sizes = (f"{size * factor(mix) / 1e9:8.1f}" for mix in MIXES)
+        lines.append(f"{architecture:{first}}{name:{second}}{''.join(sizes)}")
+    return [*lines, "", *gguf_lines("Sizes are those of llama.cpp's standard mixes; publishers' own mixes differ.")]
+
+
+def gguf_lines(first: str) -> list[str]:
+    """The commands that say more about GGUF files, behind a first sentence."""
     text = (
-        f"A GGUF file with llama.cpp's standard mix takes about the disk of the table times {factors}; publishers' own "
-        "mixes differ. With the package gguf installed, moeflux plan --model ORG/NAME lists the quants of a repository "
-        "with their sizes, and moeflux chat --model ORG/NAME:QUANT prints the size first."
+        f"{first} With the package gguf installed, moeflux plan --model ORG/NAME lists the quants of a repository with "
+        "their sizes, and moeflux chat --model ORG/NAME:QUANT prints the size first."
     )
     return textwrap.wrap(text, WIDTH, break_on_hyphens=False)
 
@@ -108,6 +121,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="TOKENS",
         help="plan memory for this many tokens; default: 8192, or as many as fit",
     )
+    add("--gguf", action="store_true", help="list the architectures of GGUF files, and sizes of their models instead")
     add("--json", action="store_true", help="print one JSON object instead, in bytes and seconds")
     return made
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -86,9 +87,20 @@ class ModelArgs:
         return tuple(layer.mixer for layer in self.layers)
 
     @cached_property
+    def visits(self) -> tuple[int, ...]:
+        """The numbers of the layers in the order in which a token passes them (`LayerSpec.passes`)."""
+        stretches = groupby(range(len(self.layers)), lambda i: self.layers[i].passes)
+        return tuple(layer for passes, own in stretches for layer in list(own) * passes)
+
+    @cached_property
+    def visited(self) -> tuple[Mixer, ...]:
+        """The token mixer of each visit: each visit has caches of its own."""
+        return tuple(self.mixers[layer] for layer in self.visits)
+
+    @cached_property
     def mixer_counts(self) -> Mapping[Mixer, int]:
-        """Each kind of token mixer, and how many layers have it."""
-        return Counter(self.mixers)
+        """Each kind of token mixer, and how many visits of layers have it."""
+        return Counter(self.visited)
 
     @cached_property
     def moe_layers(self) -> tuple[int, ...]:
@@ -140,6 +152,10 @@ class ModelArgs:
             return self.experts.router
         assert self.matrix_experts is not None
         return self.matrix_experts.router
+
+    def passes_of(self, number: int) -> int:
+        """How often a token passes the layer of a record set."""
+        return self.layers[number % self.num_hidden_layers].passes
 
     @property
     def num_experts(self) -> int:

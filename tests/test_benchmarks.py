@@ -164,6 +164,13 @@ def test_stream_compared(run, model, command, more):
     assert run("bench_stream", command, "--model", model, "--rounds", 1, *given)["bench"] == command
 
 
+def test_stream_forms(run, tmp_path):
+    options = *PLAIN, "--experts", 8, "--tiny", *STREAM, "--modes", "affine", "iq2_xs", "--folder", tmp_path
+    report = run("bench_stream", "forms", *options)
+    assert report["forms"].keys() == {"affine", "iq2_xs"} and report["ratios"]["iq2_xs"][1] > 0
+    assert not any(tmp_path.iterdir())
+
+
 def test_host_tier(run, model):
     assert run("bench_host_tier", "--model", model, *STREAM)["host"]["tok/s"] > 0
 

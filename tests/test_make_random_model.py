@@ -13,6 +13,8 @@ import pytest
 from grids import marks
 
 from moeflux_mlx import ModelArgs, generate, load
+from moeflux_mlx.formats.record import Record
+from moeflux_mlx.quant import GRID, of_mode
 from moeflux_mlx.spec import variants
 
 # Of each of these a checkpoint is made differently: renamed norms, integer tables, rows of n-grams, two matrices,
@@ -54,6 +56,13 @@ def test_every_variant_with_two_layers_and_the_fewest_experts_runs(folder, varia
     logits, text = logits_and_text(path)
     assert np.isfinite(logits).all() and logits.std() > 0.05 and isinstance(text, str)
     assert [one.name for one in folder.iterdir()] == ["model"]
+
+
+def test_experts_of_a_form_with_a_table_have_one_table():
+    record = Record.make(256, 256, (of_mode("iq2_xs"),) * 3)
+    blocks = script.blocks_of(record, np.random.default_rng(0))
+    tables = [blocks[:, field.offset : field.end] for field in record.fields if field.part == GRID]
+    assert len(tables) == 3 and len({row.tobytes() for table in tables for row in table}) == 1
 
 
 @pytest.mark.parametrize("variant", [pytest.param(name, marks=marks(name in UNUSUAL)) for name in variants()])

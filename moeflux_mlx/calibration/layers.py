@@ -75,10 +75,11 @@ class LayerRun:
         name: str = "",
     ):
         self.weights, self.args, self.folder, self.dtype = weights, weights.args, folder, dtype
-        if self.args.matrix_layers:
+        has_again = len(self.args.visits) > self.args.num_hidden_layers
+        if self.args.matrix_layers or has_again:
             raise RequestError(
-                f"{self.args.model_type} has value experts, which do not run layer by layer: convert it without a "
-                "text, and evaluate the converted model"
+                f"{self.args.model_type} has {'layers that run several times' if has_again else 'value experts'}, "
+                "which do not run layer by layer: convert it without a text, and evaluate the converted model"
             )
         self.texts, self._rows_at_once = texts, rows_at_once
         self._forms, self._suits_cpu = stored_forms(weights.names), backend.takes_widths(self.args.widths)

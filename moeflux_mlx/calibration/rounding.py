@@ -17,13 +17,13 @@ import mlx.core as mx
 import numpy as np
 
 from ..kinds import Experts
+from ..model.tensors import layer_of
 from ..ops.forms import unpacked_float32
 from ..packing.expert_parts import SCALES
 from ..packing.ggml import Codes, rounded, tables
 from ..packing.layer_files import LayerFile
 from ..packing.matrix import Matrix
 from ..packing.plan import ConversionPlan
-from ..packing.recipe import layer_of
 from ..packing.rounding import ALL, Alone
 from ..packing.sources import MatrixSource
 from ..quant import INTEGER, Quant

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import MoefluxError, RequestError, did_you_mean
-from ..formats.gguf_file import SUFFIX, models_in, open_gguf
+from ..formats.gguf_file import open_gguf
+from ..formats.gguf_names import SUFFIX, models_in
 from ..formats.hub import cache_folder
 from ..opening.weights import open_weights
 from ..packing.located import Located

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..errors import RequestError
 from ..experts.source import IoMode
+from ..families.registry import architecture_of
 from ..files import directory, read_json
 from ..formats.record import ExpertLayout
 from ..kept.rates import Rates, rates_with
@@ -62,6 +63,7 @@ class Fit:
         tokens_per_second: an estimate from a token's bytes, if a router uses all experts equally often; None: as above.
         forecast: what texts should reach, with the seconds of layers; None: as above.
         context: tokens that the memory is planned for.
+        architecture: llama.cpp's name, of its GGUF files; None: they are not read.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Fit:
     tokens_per_second: float | None = None
     forecast: Forecast | None = None
     context: int = 0
+    architecture: str | None = None
 
     @property
     def command(self) -> str:
@@ -106,8 +109,9 @@ def fit(name: str, here: Machine, dtype: mx.Dtype, context: int | None) -> Fit:
     """
     args = keeping(ModelArgs.from_variant(name), "auto", None)
     layout, resident = ExpertLayout.from_args(args), variant_bytes(args, dtype)
-    repository = read_json(directory("configs") / f"{name}.json").get("_name_or_path")
-    unfit = Fit(name, repository, layout.total_bytes + resident)
+    config = read_json(directory("configs") / f"{name}.json")
+    repository, architecture = config.get("_name_or_path"), architecture_of(config["model_type"], args.model_type)
+    unfit = Fit(name, repository, layout.total_bytes + resident, architecture=architecture)
     asked = None if context is None else min(context, args.max_position_embeddings)
     try:
         demand = LoadSettings(context=asked).demand(args, resident, dtype, in_place=repository is not None)

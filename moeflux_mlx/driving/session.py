@@ -291,7 +291,7 @@ class Session:
         """How many tokens of `prompt` are already computed; a half-done span counts in proportion to its layers."""
         half = self.half
         if half is not None and list(prompt[: len(self.tokens) + half.span.length]) == self.tokens + half.tokens:
-            return len(self.tokens) + half.span.length * half.span.layer // len(self.model.layers)
+            return len(self.tokens) + half.span.length * half.span.layer // len(self.model.visits)
         shared = shared_length(self.tokens, prompt[:-1])
         return shared if shared == len(self.tokens) else self.points.nearest(shared)
 

@@ -298,11 +298,8 @@ class ExpertLoader(ABC):
         """Whether every layer is one array that kernels index by id."""
         return all(self.whole(layer) is not None for layer in self.layout.records)
 
-    def wait_for(self, layer: int) -> None:  # noqa: B027
-        """Blocks until no read of `layer` is in progress. Failed guesses are dropped."""
-
     def drain(self) -> None:  # noqa: B027
-        """Blocks until no read is in progress. Failed guesses are dropped."""
+        """Blocks until no read is in progress. Failed guesses are dropped. Not for use within a turn."""
 
     @property
     def in_flight(self) -> list[Key]:

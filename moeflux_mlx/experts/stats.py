@@ -1,6 +1,8 @@
 """What a source of experts has counted: hits, misses, bytes and times."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -75,7 +77,8 @@ class AskedByRow:
         blocks: bytes that the drive delivers for a record over its size.
 
     Attributes:
-        layers: the ids [R, K] that the rows requested of each layer, and which of these were in memory.
+        layers: the ids [R, K] that the rows requested of each layer, and which of these were in memory; those of a
+            layer that they pass several times one after another.
     """
 
     def __init__(self, layout: ExpertLayout, blocks: float):
@@ -89,16 +92,24 @@ class AskedByRow:
             ids, ready = (np.concatenate(both) for both in zip(earlier, (ids, ready), strict=True))
         self.layers[layer] = ids, ready
 
+    def visits(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """For each time that the rows passed a layer its number, the ids [R, K], and which of these were in memory."""
+        rows = min((len(ids) for ids, _ in self.layers.values()), default=0)
+        for layer, (ids, ready) in self.layers.items():
+            for start in range(0, len(ids), rows):
+                yield layer, ids[start : start + rows], ready[start : start + rows]
+
     def counts(self) -> list[Asked]:
         """As `ExpertLoader.asked_by_row`."""
-        alike: dict[int, list[int]] = {}  # layers by the number of a token's experts
-        for layer, (ids, _) in self.layers.items():
-            alike.setdefault(ids.shape[1], []).append(layer)
+        alike: dict[int, list[Any]] = {}  # visits of layers by the number of a token's experts
+        for visit in self.visits():
+            alike.setdefault(visit[1].shape[1], []).append(visit)
         return [sum(rows, Asked()) for rows in zip(*map(self._counts, alike.values()), strict=True)]
 
-    def _counts(self, layers: list[int]) -> list[Asked]:
-        """The same for layers of which a token uses equally many experts."""
-        ids, ready = (np.stack(one) for one in zip(*(self.layers[layer] for layer in layers), strict=True))  # [., R, K]
+    def _counts(self, visits: list[Any]) -> list[Asked]:
+        """The same for visits of layers of which a token uses equally many experts."""
+        layers, *arrays = zip(*visits, strict=True)
+        ids, ready = map(np.stack, arrays)  # [., R, K]
         keys = ids + self._layout.most_experts * np.arange(len(layers))[:, None, None]
         sizes = np.array([self._layout.records[layer].size for layer in layers], float)
         sizes *= self._blocks  # scaled up to whole blocks

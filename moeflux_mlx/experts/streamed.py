@@ -374,7 +374,7 @@ class StreamedExperts(ExpertLoader):
         self.pools.give_way(layer, ids)
 
     def take_back(self, rows: int) -> None:
-        for layer, (ids, ready) in self._rows_asked.layers.items():
+        for layer, ids, ready in self._rows_asked.visits():
             read = ids[rows:][~ready[rows:]]
             self.give_way(layer, np.setdiff1d(read, ids[:rows]).tolist())
         self._rows_asked.layers.clear()
@@ -387,10 +387,6 @@ class StreamedExperts(ExpertLoader):
 
     def slots_per_layer(self, spare: int = 0, layer: int | None = None) -> int:
         return self.pools.slots_per_layer(spare, layer)
-
-    def wait_for(self, layer: int) -> None:
-        with self._alone():
-            self.reads.take_in([key for key in self.in_flight if key[0] == layer])
 
     def drain(self) -> None:
         with self._alone():

@@ -45,7 +45,6 @@ def _gguf(read: Metadata) -> JsonDict:
     read.must_equal("expert_gating_func", SIGMOID)
     read.one_full_in(4)
     return {
-        "model_type": "afmoe",
         **read.sizes(),
         **read.attention(),
         **read.experts(),
@@ -64,4 +63,4 @@ NAMES = (
     *(("attn_gate.", "self_attn.gate_proj."), ("post_attention_norm.", "post_attention_layernorm.")),
     *(("ffn_norm.", "pre_mlp_layernorm."), ("post_ffw_norm.", "post_mlp_layernorm.")),
 )
-GGUF = {"afmoe": GgufFamily(_gguf, (*NAMES, *ATTENTION, *DENSE, *EXPERTS, *SHARED_EXPERT))}
+GGUF = {"afmoe": GgufFamily(("afmoe",), _gguf, (*NAMES, *ATTENTION, *DENSE, *EXPERTS, *SHARED_EXPERT))}

@@ -74,7 +74,6 @@ def _gguf(read: Metadata) -> JsonDict:
     """Layers without key heads have the delta rule."""
     read.must_equal("kda.safe_gate", True)
     return {
-        "model_type": "bailing_hybrid",
         **read.sizes(),
         **read.noaux(),
         **gguf_latent(read),
@@ -99,4 +98,4 @@ NAMES = (
     *DELTA_NAMES,
     *GGUF_NAMES,
 )
-GGUF = {"bailingmoe3": GgufFamily(_gguf, NAMES, _change, OF_LATENT_HEAD)}
+GGUF = {"bailingmoe3": GgufFamily(("bailing_hybrid",), _gguf, NAMES, _change, OF_LATENT_HEAD)}

@@ -99,7 +99,6 @@ def _gguf(read: Metadata) -> JsonDict:
     read.must_equal("expert_gating_func", SIGMOID)
     dense = read.count("leading_dense_block_count")
     return {
-        "model_type": "cohere2_moe",
         **read.lengths(),
         **read.attention(),
         **read.choice(),
@@ -118,4 +117,6 @@ def _gguf(read: Metadata) -> JsonDict:
 
 
 UNREAD = {"attention.layer_norm_epsilon": "the epsilon of norms without a mean stands beside it"}
-GGUF = {"cohere2moe": GgufFamily(_gguf, (*ATTENTION, *DENSE, *EXPERTS, *SHARED_EXPERT), unread=UNREAD)}
+GGUF = {
+    "cohere2moe": GgufFamily(("cohere2_moe",), _gguf, (*ATTENTION, *DENSE, *EXPERTS, *SHARED_EXPERT), unread=UNREAD)
+}

@@ -122,7 +122,7 @@ def gguf_indexer(read: Metadata) -> JsonDict:
     }
 
 
-def _gguf(read: Metadata, model_type: str = "deepseek_v3") -> JsonDict:
+def _gguf(read: Metadata) -> JsonDict:
     """DeepSeek-V3, Kimi K2 and GLM-4.7-Flash, whose configurations are read alike.
 
     Files written before llama.cpp knew groups of experts lack them; of these models only DeepSeek-V3's 61 layers of
@@ -133,10 +133,15 @@ def _gguf(read: Metadata, model_type: str = "deepseek_v3") -> JsonDict:
     mscale = round(10 * read.number("rope.scaling.yarn_log_multiplier", 0.0), 6)  # nothing without YaRN
     if scaling is not None:
         scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
-    config = {"model_type": model_type, **read.sizes(), **read.noaux()}
+    config = {**read.sizes(), **read.noaux()}
     if read.count("expert_group_count", None) is None and (read.layers, config["num_experts"]) == (61, 256):
         config |= {"n_group": 8, "topk_group": 4}
     return config | {**gguf_latent(read), "rope_theta": read.theta(), "rope_scaling": scaling}
+
+
+def _gguf_sparse(read: Metadata) -> JsonDict:
+    """As DeepSeek-V3's, with indexers."""
+    return _gguf(read) | gguf_indexer(read)
 
 
 LATENT_NAMES = (
@@ -155,11 +160,7 @@ OF_LATENT_HEAD = dict.fromkeys(
     "they describe the latent head, whose sizes other keys have",
 )
 GGUF = {
-    "deepseek2": GgufFamily(_gguf, GGUF_NAMES, unread=OF_LATENT_HEAD),
-    "deepseek32": GgufFamily(
-        lambda read: _gguf(read, "deepseek_v32") | gguf_indexer(read), GGUF_NAMES, unread=OF_LATENT_HEAD
-    ),
-    "glm-dsa": GgufFamily(
-        lambda read: _gguf(read, "glm_moe_dsa") | gguf_indexer(read), GGUF_NAMES, unread=OF_LATENT_HEAD
-    ),
+    "deepseek2": GgufFamily(("deepseek_v3", "kimi_k2", "glm4_moe_lite"), _gguf, GGUF_NAMES, unread=OF_LATENT_HEAD),
+    "deepseek32": GgufFamily(("deepseek_v32",), _gguf_sparse, GGUF_NAMES, unread=OF_LATENT_HEAD),
+    "glm-dsa": GgufFamily(("glm_moe_dsa",), _gguf_sparse, GGUF_NAMES, unread=OF_LATENT_HEAD),
 }

@@ -131,7 +131,6 @@ def _gguf(read: Metadata) -> JsonDict:
     read.must_equal("attention.head_count_kv", 1)
     read.must_equal("embedding_length_out", streams * read.count("embedding_length"))
     return {
-        "model_type": "deepseek_v4",
         **read.sizes(),
         **read.noaux(SQRT_SOFTPLUS),
         "num_attention_heads": read.count("attention.head_count"),
@@ -169,4 +168,6 @@ GGUF_NAMES = (
     ),
     ("attn_norm.", "input_layernorm."),
 )
-GGUF = {"deepseek4": GgufFamily(_gguf, (*GGUF_NAMES, *STREAMS, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}
+GGUF = {
+    "deepseek4": GgufFamily(("deepseek_v4",), _gguf, (*GGUF_NAMES, *STREAMS, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))
+}

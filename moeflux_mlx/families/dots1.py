@@ -44,7 +44,7 @@ FAMILIES = {"dots1": Family(_dots1, renames=RENAMES)}
 
 def _gguf(read: Metadata) -> JsonDict:
     """llama.cpp knows no windows in this architecture, as all published models see all positions."""
-    return {"model_type": "dots1", **read.sizes(), **read.attention(), **read.noaux()}
+    return {**read.sizes(), **read.attention(), **read.noaux()}
 
 
-GGUF = {"dots1": GgufFamily(_gguf, (*ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}
+GGUF = {"dots1": GgufFamily(("dots1",), _gguf, (*ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}

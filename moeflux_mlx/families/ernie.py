@@ -41,7 +41,6 @@ FAMILIES = {"ernie4_5_moe": Family(_ernie4_5_moe, renames=RENAMES)}
 
 def _gguf(read: Metadata) -> JsonDict:
     return {
-        "model_type": "ernie4_5_moe",
         **read.sizes(),
         **read.attention(),
         "intermediate_size": read.count("feed_forward_length"),
@@ -54,4 +53,4 @@ def _gguf(read: Metadata) -> JsonDict:
     }
 
 
-GGUF = {"ernie4_5-moe": GgufFamily(_gguf, (*ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}
+GGUF = {"ernie4_5-moe": GgufFamily(("ernie4_5_moe",), _gguf, (*ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}

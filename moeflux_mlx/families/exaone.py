@@ -43,7 +43,6 @@ FAMILIES = {"exaone_moe": Family(_exaone_moe, renames=RENAMES)}
 
 def _gguf(read: Metadata) -> JsonDict:
     return {
-        "model_type": "exaone_moe",
         **read.sizes(),
         **read.attention(),
         **read.noaux(),
@@ -52,4 +51,4 @@ def _gguf(read: Metadata) -> JsonDict:
     }
 
 
-GGUF = {"exaone-moe": GgufFamily(_gguf, (*ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}
+GGUF = {"exaone-moe": GgufFamily(("exaone_moe",), _gguf, (*ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}

@@ -141,7 +141,6 @@ def _gguf(read: Metadata) -> JsonDict:
     read.must_equal("rope.dimension_count", wide)
     of_kind, theta = dict(zip(kinds, kv_heads, strict=True)), read.number("rope.freq_base_swa", 1e4)
     return {
-        "model_type": "gemma4",
         **read.sizes(),
         "enable_moe_block": True,
         "num_experts": read.count("expert_count"),
@@ -176,4 +175,4 @@ NAMES = (
     *((f"post_ffw_norm{end}.", f"post_feedforward_layernorm{end}.") for end in ("", "_1", "_2")),
     *(("ffn_gate_inp.scale", "router.scale"), ("ffn_down_exps.scale", "router.per_expert_scale")),
 )
-GGUF = {"gemma4": GgufFamily(_gguf, (*NAMES, *ATTENTION, *DENSE, *EXPERTS))}
+GGUF = {"gemma4": GgufFamily(("gemma4",), _gguf, (*NAMES, *ATTENTION, *DENSE, *EXPERTS))}

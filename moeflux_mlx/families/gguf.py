@@ -154,7 +154,8 @@ class GgufFamily:
     """One architecture of llama.cpp.
 
     Args:
-        reader: its metadata -> config.json of the family.
+        types: the values of `model_type` of the models that llama.cpp stores so; config.json has the first.
+        reader: its metadata -> the other fields of the family's config.json.
         names: beginnings of tensors' names behind "blk.N.", and what they are behind "model.layers.N.".
         change: (config, name behind "model.layers.N.", stored shape) -> what undoes llama.cpp's change; None: nothing.
             A tensor of another shape than the config says is not changed: the model refuses it by its shape. So no
@@ -166,6 +167,7 @@ class GgufFamily:
             those of the other factors, which are ones then.
     """
 
+    types: tuple[str, ...]
     reader: Callable[[Metadata], GgufConfig]
     names: tuple[tuple[str, str], ...]
     change: Changes = lambda config, name, shape: None
@@ -188,7 +190,7 @@ class GgufFamily:
         Raises:
             ConfigError, ModelFileError: something in the metadata is missing, or not implemented.
         """
-        config = self.reader(read)
+        config = {"model_type": self.types[0], **self.reader(read)}
         read.check_all_read(self.unread)
         return config
 

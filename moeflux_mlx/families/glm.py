@@ -55,7 +55,6 @@ FAMILIES = {
 def _gguf(read: Metadata) -> JsonDict:
     read.sections(())  # of files with an image encoder
     return {
-        "model_type": "glm4_moe",
         **read.sizes(),
         **read.attention(),
         **read.noaux(),
@@ -65,4 +64,4 @@ def _gguf(read: Metadata) -> JsonDict:
     }
 
 
-GGUF = {"glm4moe": GgufFamily(_gguf, (*ATTENTION, *OTHER_NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}
+GGUF = {"glm4moe": GgufFamily(("glm4_moe",), _gguf, (*ATTENTION, *OTHER_NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}

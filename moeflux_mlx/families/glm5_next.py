@@ -178,7 +178,6 @@ def _gguf(read: Metadata) -> JsonDict:
     if not all(read.each_layer("attention.indexer.types", bool, [])):
         raise ConfigError("attention.indexer.types has layers that share an indexer, which no layer here does")
     return {
-        "model_type": "glm5_next",
         **read.sizes(),
         **read.noaux(),
         **gguf_latent(read),
@@ -211,5 +210,7 @@ POOL_NAMES = (
     ("indexer_compressor_gate.weight", "self_attn.indexer.wgate.weight"),
 )
 GGUF = {
-    "glm5-next": GgufFamily(_gguf, (*DELTA_NAMES, *POOL_NAMES, *STREAMS, *GGUF_NAMES), delta_change, OF_LATENT_HEAD)
+    "glm5-next": GgufFamily(
+        ("glm5_next",), _gguf, (*DELTA_NAMES, *POOL_NAMES, *STREAMS, *GGUF_NAMES), delta_change, OF_LATENT_HEAD
+    )
 }

@@ -28,11 +28,11 @@ FAMILIES = {"gpt_oss": Family(_gpt_oss, renames=((".mlp.router.", ".mlp.gate."),
 def _gguf(read: Metadata) -> JsonDict:
     """llama.cpp rounds YaRN's bounds, for which the file has no key; the published model does not."""
     read.one_full_in(2)
-    config = {"model_type": "gpt_oss", **read.sizes(), **read.attention(), **read.experts()}
+    config = {**read.sizes(), **read.attention(), **read.experts()}
     scaling = config["rope_scaling"] and {**config["rope_scaling"], "truncate": False}
     width, window = read.count("expert_feed_forward_length"), read.count("attention.sliding_window")
     return {**config, "rope_scaling": scaling, "intermediate_size": width, "sliding_window": window}
 
 
 NAMES = (*ATTENTION, *OTHER_NORM, *EXPERTS, ("attn_sinks.weight", "self_attn.sinks"))
-GGUF = {"gpt-oss": GgufFamily(_gguf, NAMES)}
+GGUF = {"gpt-oss": GgufFamily(("gpt_oss",), _gguf, NAMES)}

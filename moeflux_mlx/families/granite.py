@@ -103,7 +103,6 @@ def _gguf(read: Metadata) -> JsonDict:
     for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
         read.must_equal(key, width)
     return {
-        "model_type": "granitemoehybrid",
         **read.sizes(),
         **read.choice(),
         "layer_types": ["attention" if count else "mamba" for count in kv_heads],
@@ -144,4 +143,8 @@ MAMBA = (
     *(("ssm_in.", "mamba.in_proj."), ("ssm_conv1d.", "mamba.conv1d."), ("ssm_dt.bias", "mamba.dt_bias")),
     *(("ssm_norm.", "mamba.norm."), ("ssm_out.", "mamba.out_proj."), ("ssm_a", "mamba.A_log"), ("ssm_d", "mamba.D")),
 )
-GGUF = {"granitehybrid": GgufFamily(_gguf, (*MAMBA, *ATTENTION, *NORM, *EXPERTS, *SHARED_EXPERT), _change)}
+GGUF = {
+    "granitehybrid": GgufFamily(
+        ("granitemoehybrid",), _gguf, (*MAMBA, *ATTENTION, *NORM, *EXPERTS, *SHARED_EXPERT), _change
+    )
+}

@@ -84,7 +84,6 @@ def _gguf(read: Metadata) -> JsonDict:
     read.must_equal("expert_gating_func", SIGMOID)
     width = read.count("expert_feed_forward_length")
     return {
-        "model_type": "hy_v3",
         **read.sizes(),
         **read.attention(),
         **read.experts(),
@@ -99,7 +98,6 @@ def _gguf(read: Metadata) -> JsonDict:
 def _gguf_a13b(read: Metadata) -> JsonDict:
     """The base of rotations is stored as scaling makes it, and one shared expert is all that llama.cpp reads."""
     return {
-        "model_type": "hunyuan_v1_moe",
         **read.sizes(),
         **read.attention(),
         **read.experts(),
@@ -110,4 +108,7 @@ def _gguf_a13b(read: Metadata) -> JsonDict:
 
 
 NAMES = (*ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT)
-GGUF = {"hy_v3": GgufFamily(_gguf, NAMES), "hunyuan-moe": GgufFamily(_gguf_a13b, NAMES)}
+GGUF = {
+    "hy_v3": GgufFamily(("hy_v3",), _gguf, NAMES),
+    "hunyuan-moe": GgufFamily(("hunyuan_v1_moe", "hunyuan"), _gguf_a13b, NAMES),
+}

@@ -72,7 +72,6 @@ FAMILIES = {
 def _gguf(read: Metadata) -> JsonDict:
     """As in the container in which Hy4 was published."""
     return {
-        "model_type": "hy_v4_vl",
         **read.sizes(),
         **read.noaux(),
         **gguf_latent(read),
@@ -91,4 +90,4 @@ NAMES = (
     *STREAMS,
     *GGUF_NAMES,
 )
-GGUF = {"hy_v4": GgufFamily(_gguf, NAMES, unread=OF_LATENT_HEAD)}
+GGUF = {"hy_v4": GgufFamily(("hy_v4_vl", "hy_v4"), _gguf, NAMES, unread=OF_LATENT_HEAD)}

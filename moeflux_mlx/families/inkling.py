@@ -4,7 +4,7 @@ keys, values and what is added to the stream, and shared experts that are weighe
 Images, audio and draft layers are not read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from ..kinds import (
     BlockSums,
     Experts,
     LayerSpec,
+    Messages,
     QueryLog,
     Residual,
     Router,
@@ -122,6 +123,40 @@ def _inkling2(read: Fields) -> JsonDict:
     }
 
 
+LOOP = {"core_start": 6, "core_end": 18, "num_passes": 3, "gate_rank": 64}  # of transformers' class
+OF_LOOP = {  # the names that it writes
+    **{"core_start": "loop_layer_index_start", "core_end": "loop_layer_index_end"},
+    **{"num_passes": "loop_num_passes", "gate_rank": "loop_gate_rank"},
+}
+
+
+def _inkling2_loop(read: Fields) -> JsonDict:
+    """Inkling 2, of which a token passes some layers several times."""
+    fields = _inkling2(read.with_usual({"swa_num_attention_heads": 24, "log_scaling_n_floor": 8192}))
+    layers, residual = fields["layers"], fields["layers"][0].residual
+    loop = Fields({ours: read.config.get(theirs) for ours, theirs in OF_LOOP.items()}).with_usual(LOOP)
+    loop = Fields(read.optional("loop_config", Mapping, {})).with_usual(loop.config)
+    passes, block = loop.count("num_passes", most=16), residual.connections.block
+    if passes == 1:
+        return fields
+    first, end = loop.count("core_start", most=len(layers) - 1), loop.count("core_end", most=len(layers))
+    if first % block or end % block or first >= end:
+        raise out_of_range("loop_config", [first, end], f"core_start below core_end, both multiples of {block}")
+    sums = replace(residual.connections, messages=Messages(first, end, loop.count("gate_rank")))
+    return {
+        **fields,
+        "layers": tuple(
+            replace(
+                layer,
+                mixer=replace(layer.mixer, parted=first <= i < end),
+                residual=replace(residual, connections=sums),
+                passes=passes if first <= i < end else 1,
+            )
+            for i, layer in enumerate(layers)
+        ),
+    }
+
+
 def _clipped(read: Fields, kind: str, taps: int) -> GroupedQuery:
     part = _attention(read, kind, taps)
     assert part.relative is not None and part.convolution is not None
@@ -219,7 +254,19 @@ def _numbered(layers: Sequence[LayerSpec]) -> list[tuple[str, str]]:
 
 
 INKLING2 = Family(_inkling2, renames=RENAMES2, numbered=_numbered, interleaved_experts=True, longer=INKLING.longer)
+LOOPED = (
+    (".controllers.attn.", ".controllers.q."),
+    *((f".{name}_weight$", f".{name}_proj.weight") for name in ("down", "forget", "gain")),
+    *(
+        (f".experts.{theirs}_weight_{end}$", f".experts.{ours}_proj.weight_{end}")
+        for theirs, ours in (("w13", "gate_up"), ("w2", "down"))
+        for end in ("amax", "outer_scale_denominator")
+    ),
+    ("middle_cycle_cross_pass_queries$", "messages.query"),
+    ("middle_cycle_cross_pass_kv_queries$", "messages.kv_query"),
+)
 FAMILIES = {
     **dict.fromkeys(("inkling", "inkling_mm_model"), INKLING),  # the second is of the container
     "inkling2": INKLING2,
+    "inkling2_loop": replace(INKLING2, read=_inkling2_loop, renames=(*LOOPED, *RENAMES2)),
 }

@@ -135,7 +135,6 @@ def _gguf(read: Metadata) -> JsonDict:
     epsilon of all norms for latents too; here it is the publisher's.
     """
     return {
-        "model_type": "kimi_linear",
         **read.sizes(),
         **read.noaux(),
         **gguf_latent(read),
@@ -176,6 +175,8 @@ OF_K3 = (
     ("ffn_routed_norm.", "mlp.latent_norm."),
 )
 GGUF = {
-    "kimi-linear": GgufFamily(_gguf, NAMES, delta_change, UNREAD),
-    "kimi-k3": GgufFamily(_gguf_k3, (*OF_K3, *NAMES), _k3_change, UNREAD, products=((".proj_weight", ".norm_weight"),)),
+    "kimi-linear": GgufFamily(("kimi_linear",), _gguf, NAMES, delta_change, UNREAD),
+    "kimi-k3": GgufFamily(
+        ("kimi_k3",), _gguf_k3, (*OF_K3, *NAMES), _k3_change, UNREAD, products=((".proj_weight", ".norm_weight"),)
+    ),
 }

@@ -75,7 +75,6 @@ def _gguf(read: Metadata) -> JsonDict:
     narrow = read.count("rope.dimension_count_swa", turned)
     slides = read.windows(4, full_first=True) if window else [False] * read.layers
     return {
-        "model_type": "laguna",
         **read.sizes(),
         **read.experts(),
         "num_attention_heads_per_layer": read.of_each("attention.head_count"),
@@ -103,4 +102,4 @@ def _gguf(read: Metadata) -> JsonDict:
 
 
 NAMES = (("attn_gate.", "self_attn.g_proj."), *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT)
-GGUF = {"laguna": GgufFamily(_gguf, NAMES)}
+GGUF = {"laguna": GgufFamily(("laguna",), _gguf, NAMES)}

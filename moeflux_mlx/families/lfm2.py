@@ -58,7 +58,6 @@ def _gguf(read: Metadata) -> JsonDict:
     heads = read.of_layers("attention.head_count", read.layers)
     width = read.head_width(heads)
     return {
-        "model_type": "lfm2_moe",
         **read.sizes(),
         **read.experts(),
         "norm_eps": read.number("attention.layer_norm_rms_epsilon"),
@@ -82,4 +81,6 @@ def _change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change | Non
 
 
 NAMES = tuple((f"shortconv.{part}.", f"conv.{part}.") for part in ("conv", "in_proj", "out_proj"))
-GGUF = {"lfm2moe": GgufFamily(_gguf, (*NAMES, *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT), _change)}
+GGUF = {
+    "lfm2moe": GgufFamily(("lfm2_moe",), _gguf, (*NAMES, *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT), _change)
+}

@@ -106,7 +106,6 @@ def _gguf(read: Metadata) -> JsonDict:
     if not plain:
         read.must_equal("attention.sliding_window", WINDOW)
     return {
-        "model_type": "llama4",
         **read.sizes(),
         **attention,
         **read.choice(),
@@ -119,4 +118,4 @@ def _gguf(read: Metadata) -> JsonDict:
     }
 
 
-GGUF = {"llama4": GgufFamily(_gguf, (*ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}
+GGUF = {"llama4": GgufFamily(("llama4",), _gguf, (*ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}

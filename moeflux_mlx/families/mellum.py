@@ -43,7 +43,6 @@ def _gguf(read: Metadata) -> JsonDict:
     attention = read.attention()
     theta, scaling = attention.pop("rope_theta"), attention.pop("rope_scaling")
     return {
-        "model_type": "mellum",
         **read.sizes(),
         **attention,
         **read.experts(),
@@ -56,4 +55,4 @@ def _gguf(read: Metadata) -> JsonDict:
     }
 
 
-GGUF = {"mellum": GgufFamily(_gguf, (*ATTENTION, *NORM, *EXPERTS))}
+GGUF = {"mellum": GgufFamily(("mellum",), _gguf, (*ATTENTION, *NORM, *EXPERTS))}

@@ -92,7 +92,6 @@ def _gguf(read: Metadata) -> JsonDict:
     sinks = {kinds[i] for i in range(read.layers) if f"blk.{i}.attn_sinks.weight" in read.tensors}
     width, theta = read.count("attention.key_length"), read.theta()
     return {
-        "model_type": "mimo_v2_flash",
         **read.sizes(),
         **read.noaux(),
         "norm_topk_prob": True,
@@ -115,4 +114,8 @@ def _gguf(read: Metadata) -> JsonDict:
 
 
 NAMES = (("attn_sinks.weight", "self_attn.sinks"), ("attn_qkv.", "self_attn.qkv_proj."))
-GGUF = {"mimo2": GgufFamily(_gguf, (*NAMES, *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}
+GGUF = {
+    "mimo2": GgufFamily(
+        ("mimo_v2_flash", "mimo_v2"), _gguf, (*NAMES, *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT)
+    )
+}

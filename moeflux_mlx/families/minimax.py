@@ -121,7 +121,7 @@ FAMILIES = {
 
 def _gguf(read: Metadata) -> JsonDict:
     read.must_equal("expert_gating_func", SIGMOID)
-    config = {"model_type": "minimax_m2", **read.sizes(), **read.attention(), **read.choice()}
+    config = {**read.sizes(), **read.attention(), **read.choice()}
     width, turned = read.count("expert_feed_forward_length"), read.count("rope.dimension_count")
     return {**config, "intermediate_size": width, "rotary_dim": turned}
 
@@ -138,7 +138,6 @@ def _gguf_m3(read: Metadata) -> JsonDict:
     names = {"num_index_heads": "head_count", "index_dim": "key_length", "topk_blocks": "top_k"}
     names |= {"block_size": "block_size", "local_block": "local_blocks"}
     return {
-        "model_type": "minimax_m3_vl",
         **read.sizes(),
         **read.attention(),
         **read.choice(),
@@ -158,6 +157,8 @@ def _gguf_m3(read: Metadata) -> JsonDict:
 
 M3_NAMES = (("indexer.", "self_attn.indexer."),)
 GGUF = {
-    "minimax-m2": GgufFamily(_gguf, (*ATTENTION, *NORM, *EXPERTS, *SHARED_EXPERT)),
-    "minimax-m3": GgufFamily(_gguf_m3, (*M3_NAMES, *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT)),
+    "minimax-m2": GgufFamily(("minimax_m2",), _gguf, (*ATTENTION, *NORM, *EXPERTS, *SHARED_EXPERT)),
+    "minimax-m3": GgufFamily(
+        ("minimax_m3_vl",), _gguf_m3, (*M3_NAMES, *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT)
+    ),
 }

@@ -18,7 +18,7 @@ FAMILIES = {"mixtral": Family(_mixtral, renames=RENAMES)}
 
 def _gguf(read: Metadata) -> JsonDict:
     """Of an architecture that dense models have too, which lack the number of experts."""
-    config = {"model_type": "mixtral", **read.sizes(), **read.attention(), **read.choice()}
+    config = {**read.sizes(), **read.attention(), **read.choice()}
     read.must_equal("rope.dimension_count", config["head_dim"])
     scaling = read.slowed_scaling(config["head_dim"])
     return {**config, "intermediate_size": read.count("feed_forward_length"), "rope_scaling": scaling}
@@ -29,4 +29,4 @@ def _change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change | Non
     return neighbours_apart(config[heads[name]], shape[0]) if name in heads else None
 
 
-GGUF = {"llama": GgufFamily(_gguf, (*ATTENTION, *NORM, *EXPERTS), _change, WINDOWLESS)}
+GGUF = {"llama": GgufFamily(("mixtral",), _gguf, (*ATTENTION, *NORM, *EXPERTS), _change, WINDOWLESS)}

@@ -143,7 +143,6 @@ def _gguf(read: Metadata) -> JsonDict:
     read.must_equal("rope.scaling.finetuned", False)
     read.must_be_unscaled()
     return {
-        "model_type": "nemotron_h",
         "hybrid_override_pattern": "".join(pattern),
         **read.lengths(),
         "layer_norm_epsilon": eps,
@@ -190,4 +189,4 @@ NAMES = (
     ("attn_norm.", "norm."),
 )
 UNREAD = dict.fromkeys(("rope.dimension_count", "rope.freq_base"), "no values of heads rotate")
-GGUF = {"nemotron_h_moe": GgufFamily(_gguf, NAMES, _change, UNREAD, stem="backbone.layers.")}
+GGUF = {"nemotron_h_moe": GgufFamily(("nemotron_h",), _gguf, NAMES, _change, UNREAD, stem="backbone.layers.")}

@@ -17,8 +17,8 @@ FAMILIES = {"olmoe": Family(_olmoe)}
 
 def _gguf(read: Metadata) -> JsonDict:
     """llama.cpp never normalises the routing weights of this architecture, as no published model does."""
-    config = {"model_type": "olmoe", **read.sizes(), **read.attention(), **read.choice(), "norm_topk_prob": False}
+    config = {**read.sizes(), **read.attention(), **read.choice(), "norm_topk_prob": False}
     return {**config, "intermediate_size": read.count("feed_forward_length")}
 
 
-GGUF = {"olmoe": GgufFamily(_gguf, (*ATTENTION, *NORM, *EXPERTS))}
+GGUF = {"olmoe": GgufFamily(("olmoe",), _gguf, (*ATTENTION, *NORM, *EXPERTS))}

@@ -138,7 +138,7 @@ FAMILIES = {
 
 def _gguf_qwen2(read: Metadata) -> JsonDict:
     """llama.cpp never normalises the routing weights of this architecture, as no published model does."""
-    config = {"model_type": "qwen2_moe", **read.sizes(), **read.attention(), **read.experts(), "norm_topk_prob": False}
+    config = {**read.sizes(), **read.attention(), **read.experts(), "norm_topk_prob": False}
     width = read.count("expert_shared_feed_forward_length", None) or read.count("feed_forward_length")
     bias = "blk.0.attn_q.bias" in read.tensors
     return {**config, "shared_expert_intermediate_size": width, "qkv_bias": bias}
@@ -146,7 +146,7 @@ def _gguf_qwen2(read: Metadata) -> JsonDict:
 
 def _gguf_moe(read: Metadata) -> JsonDict:
     """llama.cpp always normalises the routing weights of this architecture, as all published models do."""
-    return {"model_type": "qwen3_moe", "norm_topk_prob": True, **read.sizes(), **read.attention(), **read.experts()}
+    return {"norm_topk_prob": True, **read.sizes(), **read.attention(), **read.experts()}
 
 
 def _gguf_layers(read: Metadata) -> JsonDict:
@@ -155,11 +155,10 @@ def _gguf_layers(read: Metadata) -> JsonDict:
     return {"layer_types": [LINEAR if flag else FULL for flag in recurrent]} if recurrent else {}
 
 
-def gguf_hybrid(read: Metadata, model_type: str) -> JsonDict:
+def gguf_hybrid(read: Metadata) -> JsonDict:
     """Gated attention, linear attention, and experts with a shared one."""
     value_heads = read.count("ssm.time_step_rank")
     return {
-        "model_type": model_type,
         **read.sizes(),
         **read.attention(),
         **read.experts(),
@@ -208,7 +207,7 @@ def tiled_change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change 
 
 
 def _gguf_qwen3_5(read: Metadata) -> JsonDict:
-    config = gguf_hybrid(read, "qwen3_5_moe")
+    config = gguf_hybrid(read)
     rope = {name: config[name] for name in ("rope_theta", "partial_rotary_factor")}
     scaling = config["rope_scaling"] or {"type": "default"}
     return {**config, "rope_parameters": {**rope, "mrope_section": read.sections((11, 11, 10)), **scaling}}
@@ -227,8 +226,10 @@ LINEAR_NAMES = (
 )
 HYBRID_NAMES = (*ATTENTION, *OTHER_NORM, *EXPERTS, *SHARED_EXPERT, *LINEAR_NAMES)
 GGUF = {
-    "qwen3moe": GgufFamily(_gguf_moe, (*ATTENTION, *NORM, *EXPERTS)),
-    "qwen3next": GgufFamily(lambda read: gguf_hybrid(read, "qwen3_next"), HYBRID_NAMES, _plain_change),
-    "qwen35moe": GgufFamily(_gguf_qwen3_5, HYBRID_NAMES, tiled_change),
-    "qwen2moe": GgufFamily(_gguf_qwen2, (*ATTENTION, *NORM, *EXPERTS, *SHARED_EXPERT), _plain_change, WINDOWLESS),
+    "qwen3moe": GgufFamily(("qwen3_moe",), _gguf_moe, (*ATTENTION, *NORM, *EXPERTS)),
+    "qwen3next": GgufFamily(("qwen3_next",), gguf_hybrid, HYBRID_NAMES, _plain_change),
+    "qwen35moe": GgufFamily(("qwen3_5_moe",), _gguf_qwen3_5, HYBRID_NAMES, tiled_change),
+    "qwen2moe": GgufFamily(
+        ("qwen2_moe",), _gguf_qwen2, (*ATTENTION, *NORM, *EXPERTS, *SHARED_EXPERT), _plain_change, WINDOWLESS
+    ),
 }

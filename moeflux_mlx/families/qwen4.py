@@ -162,7 +162,7 @@ FAMILIES = {"qwen4_exp": Family(_qwen4_exp, ZERO_CENTRED, renames=RENAMES, eithe
 
 
 def _gguf(read: Metadata) -> JsonDict:
-    config = gguf_hybrid(read, "qwen4_exp")
+    config = gguf_hybrid(read)
     scaling = config["rope_scaling"] or {"type": "default"}
     rope = {name: config[name] for name in ("rope_theta", "partial_rotary_factor")}
     return {
@@ -247,4 +247,4 @@ UNREAD = {
     "full_attention_interval": "where a list says which layers are recurrent, it says nothing",
 }
 NAMES = (*INDEXER_NAMES, *STREAM_NAMES, *NGRAM_NAMES, *ATTENTION, *EXPERTS, *SHARED_EXPERT, *LINEAR_NAMES)
-GGUF = {"qwen4exp": GgufFamily(_gguf, NAMES, _change, UNREAD, (QUERIES_AND_KEYS,))}
+GGUF = {"qwen4exp": GgufFamily(("qwen4_exp",), _gguf, NAMES, _change, UNREAD, (QUERIES_AND_KEYS,))}

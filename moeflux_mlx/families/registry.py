@@ -121,3 +121,11 @@ GGUF: dict[str, GgufFamily] = {
     **laguna.GGUF,
     **mimo.GGUF,
 }
+
+
+def architecture_of(*types: str) -> str | None:
+    """llama.cpp's name of the architecture of GGUF files of models with one of these values of `model_type`, of which
+    the first one that is known counts; None: none is read.
+    """
+    known = {one: architecture for architecture, family in GGUF.items() for one in family.types}
+    return next((known[one] for one in types if one in known), None)

@@ -59,8 +59,8 @@ FAMILIES = {
 
 def _gguf(read: Metadata) -> JsonDict:
     """llama.cpp has the architecture of Ling 2, of whose heads half of the values rotate."""
-    return {"model_type": "sarvam_moe", **read.sizes(), **read.attention(), **read.noaux()}
+    return {**read.sizes(), **read.attention(), **read.noaux()}
 
 
 NAMES = (("attn_qkv.", "self_attn.query_key_value."), *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT)
-GGUF = {"bailingmoe2": GgufFamily(_gguf, NAMES)}
+GGUF = {"bailingmoe2": GgufFamily(("sarvam_moe",), _gguf, NAMES)}

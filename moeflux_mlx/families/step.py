@@ -128,7 +128,6 @@ def _gguf(read: Metadata) -> JsonDict:
     heads, kv_heads = _gguf_heads(read, kinds, "head_count"), _gguf_heads(read, kinds, "head_count_kv")
     other = {"num_attention_heads": heads[SLIDING], "num_attention_groups": kv_heads[SLIDING], "head_dim": width}
     return {
-        "model_type": "step3p5",
         **read.sizes(),
         "num_attention_heads": heads[FULL],
         "num_attention_groups": kv_heads[FULL],
@@ -179,4 +178,4 @@ def _gguf_scaling(read: Metadata, width: int, theta: float) -> JsonDict | None:
 
 
 NAMES = (("attn_gate.", "self_attn.g_proj."), *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT)
-GGUF = {"step35": GgufFamily(_gguf, NAMES)}
+GGUF = {"step35": GgufFamily(("step3p5",), _gguf, NAMES)}

@@ -13,10 +13,8 @@ Nothing here knows what an entry or a tensor is for; the package `gguf` knows th
 
 import importlib.util
 import math
-import re
 import struct
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -25,8 +23,8 @@ from typing import Any, BinaryIO
 from ..errors import ModelFileError
 from ..files import that_ends
 from ..installation import install_command
+from .gguf_names import SPLIT_NAME, SUFFIX, models_in
 
-SUFFIX = ".gguf"
 VERSIONS = (2, 3)
 USUAL_ALIGNMENT, LARGEST_ALIGNMENT = 32, 1 << 20
 MOST_AXES = 4
@@ -37,11 +35,6 @@ SCALARS = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
 }  # fmt: skip
 STRING, ARRAY = 8, 9
-SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-HEAD_ALONE = re.compile(r"mtp-")  # begins the name of a file that holds a draft head without its model
-# In names of files that hold no model: an image encoder, statistics of inputs, or a model that drafts (llama.cpp's
-# `gguf_filename_is_model`).
-ASIDE = re.compile("(?i:mmproj)|imatrix|mtp-|eagle3-|dflash-|dspark-")
 
 
 @dataclass(frozen=True)
@@ -113,19 +106,6 @@ def gguf_file(path: Path) -> Path | None:
     if len(first) > 1:
         raise ModelFileError(f"{path} holds several models: {', '.join(first)}; give the file of one of them")
     return path / first[0] if first else None
-
-
-def models_in(names: Iterable[str]) -> dict[str, list[str]]:
-    """The models among these names of files, by name without suffixes, each with its files in order. Of models that
-    differ only in the number of their files, those that are split have the name of their first file.
-    """
-    models: dict[tuple[str, str | None], list[str]] = {}
-    for name in sorted(names):
-        if name.endswith(SUFFIX) and not ASIDE.search(name.rpartition("/")[2]):
-            match = SPLIT_NAME.fullmatch(name)
-            models.setdefault((match[1], match[3]) if match else (name.removesuffix(SUFFIX), None), []).append(name)
-    alike = Counter(stem for stem, _ in models)
-    return {files[0].removesuffix(SUFFIX) if alike[stem] > 1 else stem: files for (stem, _), files in models.items()}
 
 
 def header_bytes(name: Path, size: int, fetch: Callable[[int, int], bytes]) -> bytes:

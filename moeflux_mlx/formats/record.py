@@ -344,8 +344,9 @@ class ExpertLayout:
         return sum(map(self.count, self.records))
 
     def token_bytes(self, args: ModelArgs) -> int:
-        """Bytes of the experts that one token goes through, in all layers."""
-        return sum(args.router_of(number).top_k * record.held_bytes for number, record in self.records.items())
+        """Bytes of the experts that one token goes through, in all visits of layers."""
+        each = ((args.passes_of(number) * args.router_of(number).top_k, one) for number, one in self.records.items())
+        return sum(count * record.held_bytes for count, record in each)
 
     @cached_property
     def is_uniform(self) -> bool:

@@ -18,6 +18,7 @@ from .streams import (
     GatedConnections,
     HyperConnections,
     IndependentConnections,
+    Messages,
     Shortcut,
     streams_before,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "LayerSpec",
     "Llama3",
     "MatrixExperts",
+    "Messages",
     "Mixer",
     "NGrams",
     "QueryFactor",

@@ -75,11 +75,15 @@ class Residual:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer of a decoder; without a `feed_forward` part it ends after its mixer."""
+    """One layer of a decoder; without a `feed_forward` part it ends after its mixer. `passes`: how often a token passes
+    it; layers side by side that have several are passed in turn, all of them, and then all again. Each visit of a layer
+    has caches of its own.
+    """
 
     mixer: Mixer
     feed_forward: FeedForward | None
     residual: Residual = Residual()
+    passes: int = 1
 
     @property
     def row_width(self) -> int:

@@ -97,6 +97,22 @@ class Shortcut:
 
 
 @dataclass(frozen=True)
+class Messages:
+    """What a pass over the layers from `first` to `end` - 1, whole blocks, tells the next pass over them (transformers,
+    `Inkling2LoopMessageGate`).
+
+    Each pass begins with the sums before the first of these layers. A layer has four more queries, which mix the normed
+    sums that the pass before has made to messages for its queries, keys, values and feed-forward part. Of an input x
+    and its message m, both normed, a matrix makes `rank` values, and two matrices a and b of these:
+    (1 - tanh(a)) x + tanh(b) m takes the input's place.
+    """
+
+    first: int
+    end: int
+    rank: int
+
+
+@dataclass(frozen=True)
 class BlockSums:
     """Sums of the outputs of blocks of layers in place of streams (Kimi K3's attention residuals; mlx-lm's
     `kimi_k3.py`).
@@ -108,20 +124,27 @@ class BlockSums:
 
     `normed` (transformers, `Inkling2BlockAttentionResidual`): it gets the normed sums, weighed so, where `eps` is that
     of the norm. The learned weight is a query, whose products are divided by the root of its length. The first part of
-    all takes the embedding as it is. A part with several inputs has a query for each.
+    all takes the embedding as it is. A part with several inputs has a query for each. `messages`: between passes.
     """
 
     block: int
     layers: int
     normed: bool = False
     eps: float | None = None
+    messages: Messages | None = None
     copies: ClassVar[int] = 4  # of the sums in float32, in each part of a layer
     has_own_norm: ClassVar[bool] = False  # in place of the norm before each part and after the last layer
 
     @property
     def streams(self) -> int:
-        """The sums after the last layer, which are the most."""
-        return streams_before(self, self.layers)
+        """The most sums, which are there after the last layer or after the last one that runs several times."""
+        most = streams_before(self, self.layers)
+        return most if self.messages is None else max(most, streams_before(self, self.messages.end) + self.told)
+
+    @property
+    def told(self) -> int:
+        """The sums of a pass over layers that the next one reads: those that it made."""
+        return 0 if self.messages is None else (self.messages.end - self.messages.first) // self.block
 
     def begins(self, layer: int) -> bool:
         """Whether a layer begins a block."""

@@ -15,7 +15,7 @@ from ..caches.stand_in import Traced
 from ..errors import RequestError
 from ..experts.routing import Pieces, RoutedExpertsCall, as_share, finished
 from ..experts.source import Passage
-from ..kinds import streams_before
+from ..kinds import BlockSums, streams_before
 from ..layers import Embedding, LastProduct, Linear, norm_of
 from ..mixers.registry import USUAL, by_layer, cache_numbers, make_caches
 from ..ops import backend, gpu_time, native
@@ -35,7 +35,7 @@ from .layer import DecoderLayer
 from .optimistic import OptimisticLayers
 from .span import PromptSizes, Span
 from .step import SequenceRows, Step, checked_rows
-from .streams import connection
+from .streams import MessageQueries, connection
 from .tables import Tables
 from .tokens import Tokens, check_vocabulary
 
@@ -51,6 +51,9 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(args.vocab_size, args.hidden_size, eps)
         self.layers: list[Any] = [DecoderLayer(args, i, experts, forms) for i in range(args.num_hidden_layers)]
         connections = args.connections
+        if isinstance(connections, BlockSums) and connections.messages is not None:
+            self.messages = MessageQueries(connections, args.hidden_size, args.rms_norm_eps)
+        self.visits = tuple(self._in_order(args.visits))  # of layers; in a tuple, so that they are not submodules twice
         if connections is None or not connections.has_own_norm:
             self.norm = norm_of(args.layers[-1].residual, args.hidden_size, args.last_norm_eps)
         if connections is not None:
@@ -60,6 +63,14 @@ class Decoder(nn.Module):
             # A table needs the ids. An input says nothing of the next layer's if it is another sum or norm of streams.
             if layer.mlp.reads_tokens if following.mlp.reads_tokens else has_one:
                 layer.mlp.set_next(following.mlp, following.post_attention_layernorm)
+
+    def _in_order(self, visits: Sequence[int]) -> Iterator[DecoderLayer]:
+        """The layers as a token passes them."""
+        passed = set[int]()
+        for number in visits:
+            layer = self.layers[number]
+            yield layer.again(number, self.messages) if number in passed else layer
+            passed.add(number)
 
     def normed(self, h: Array) -> Array:
         """The normed hidden states of one stream after the last layer."""
@@ -108,7 +119,7 @@ class Model(nn.Module):
         self.tables = tables
         self.drafting = Drafting() if drafting is None else drafting
         self._tabled = tuple(args.ngrams)  # the layers that have n-grams, in order
-        self._cache_numbers = numbers = cache_numbers(args.mixers)
+        self._cache_numbers = numbers = cache_numbers(args.visited)
         self.args, self.sizes, self.tiles, self.cpu_activations = args, sizes, tiles, cpu_activations
         self.model_type = args.model_type
         self.model = Decoder(args, experts, forms)
@@ -124,7 +135,7 @@ class Model(nn.Module):
             self.decode_step = DecodeStep(self._compute_step)
             self.experts.at_close(self.decode_step.forget)
         elif self.experts is not None and backend.has_kernels():
-            self.optimistic = OptimisticLayers(self.layers, numbers, self.experts, self.embedded, self.project)
+            self.optimistic = OptimisticLayers(self.visits, numbers, self.experts, self.embedded, self.project)
 
     def __call__(self, tokens: mx.array, cache: list[LayerCache] | None = None) -> mx.array:
         """Runs `tokens` after those that `cache` (from `make_cache`) has absorbed, and updates it.
@@ -317,7 +328,7 @@ class Model(nn.Module):
             return span.hidden
         inputs = Tokens.of(self._tabled, *arrays) if arrays else self._begin_inputs(tokens, cache)
         h, chosen, of_layers = self.embedded(tokens), Chosen(), by_layer(self._cache_numbers, cache)
-        for layer, caches in zip(self.layers, of_layers, strict=True):
+        for layer, caches in zip(self.visits, of_layers, strict=True):
             h = layer(h, caches, chosen, inputs)
         return h
 
@@ -354,17 +365,17 @@ class Model(nn.Module):
                 yield share
 
     def _through_layers(self, span: Span, cache: Sequence[Any]) -> Pieces[None]:
-        count, layers = len(self.layers), by_layer(self._cache_numbers, cache)
+        count, layers = len(self.visits), by_layer(self._cache_numbers, cache)
         if span.hidden is None:
             self._expect(span)
             span.inputs = self._begin_inputs(span.tokens, cache)
             span.reached = 0, span.images.embedded(self.embedded(span.tokens), span.start, self.vision)
         while span.layer < count:
-            i, own, layer = span.layer, layers[span.layer], self.model.layers[span.layer]
+            i, own, layer = span.layer, layers[span.layer], self.visits[span.layer]
             span.begin(self._cache_numbers[i].start, own)
             try:
                 h = yield from as_share(layer.pass_span(span.hidden, own, span), i / count, 1 / count)
-                h = span.images.deepened(h, span.start, i, self.vision)
+                h = span.images.deepened(h, span.start, self.args.visits[i], self.vision)
                 backend.start(h)
                 backend.finish(span.hidden)  # a GPU gets at most two layers at a time, so that memory is as planned
             except BaseException:
@@ -399,10 +410,15 @@ class Model(nn.Module):
         return self.model.layers
 
     @property
+    def visits(self) -> tuple[DecoderLayer, ...]:
+        """The layers in the order in which a token passes them; one that it passes again shares its parts."""
+        return self.model.visits
+
+    @property
     def activation_dtype(self) -> mx.Dtype:
         """The dtype that the model computes in and that its attention and convolution caches hold."""
         return self.model.dtype
 
     def make_cache(self) -> list[LayerCache]:
-        """The empty caches of a text: those of the first layer, then those of the next one, and so on."""
-        return [cache for mixer in self.args.mixers for cache in make_caches(mixer)]
+        """The empty caches of a text: those of the first visit of a layer, then those of the next one, and so on."""
+        return [cache for mixer in self.args.visited for cache in make_caches(mixer)]

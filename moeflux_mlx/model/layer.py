@@ -1,6 +1,8 @@
 """A layer: its mixer and its feed-forward part, over a few tokens, the rows of a step, or a span."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -12,7 +14,7 @@ from ..caches.stand_in import Traced
 from ..experts.routing import FromTables, Pieces, RoutedExpertsCall, as_share
 from ..experts.source import ExpertLoader
 from ..experts.values import ValuesOf
-from ..kinds import Experts
+from ..kinds import BlockSums, Experts
 from ..layers import BranchConvolution, Caches, MixerModule, OutputNorm, norm_of
 from ..mixers.registry import module_of
 from ..ops import backend
@@ -31,11 +33,12 @@ from .residual import (
     OneStream,
     ResidualWay,
     SeveralStreams,
+    ToldStreams,
     WeighedParts,
     WeighedStream,
 )
 from .span import MIXER_SHARE, Span
-from .streams import connection
+from .streams import MessageGates, MessageQueries, connection
 from .tokens import Tokens
 
 
@@ -84,6 +87,8 @@ class DecoderLayer(nn.Module):
                 self.post_attention_layernorm = norm_of(spec.residual, args.hidden_size, behind, rank)
         if connections is not None:
             self.attn_hc, self.ffn_hc = (connection(connections, *sizes, layer, n) for n in (spec.mixer.inputs, 0))
+            if isinstance(connections, BlockSums) and connections.messages is not None and spec.passes > 1:
+                self.controllers = MessageGates(args.hidden_size, connections.messages.rank, args.rms_norm_eps)
             around = self.get("input_layernorm"), self.attn_hc, self.ffn_hc, self.get("attn_sconv")
             self.residual = SeveralStreams(self.mixer, *around)
         elif spec.residual.output_norms:
@@ -104,6 +109,14 @@ class DecoderLayer(nn.Module):
             self.ple = NGramLayer(spec.mixer.ngrams, *sizes, layer)
         self._reads_tokens = self.mlp.reads_tokens or spec.mixer.ngrams is not None
         self._step: Callable[[bool, tuple[bool, ...]], DecodeStep] | None = None
+
+    def again(self, layer: int, queries: MessageQueries) -> "DecoderLayer":
+        """The layer with this number in a pass after the first: with the same parts, also its experts."""
+        rule, visit = queries.rule, copy(self)
+        assert isinstance(self.residual, SeveralStreams) and rule.messages is not None
+        told, is_last = rule.told * queries.query.shape[1], layer + 1 == rule.messages.end
+        visit.residual = ToldStreams(self.residual, partial(queries.messages, layer), self.controllers, told, is_last)
+        return visit
 
     def compile(self, experts: ExpertLoader) -> None:
         """Compiles the part before the experts of a single token into one graph, which is kept until `experts`

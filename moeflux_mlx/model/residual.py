@@ -4,6 +4,7 @@ A residual refers to modules that the layer holds and names. Of the streams h it
 and with what it kept of them it adds the part's output.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -11,8 +12,8 @@ import mlx.nn as nn
 
 from ..kinds import WeighedSum
 from ..layers import BranchConvolution, Caches, MixerModule, OutputNorm, RMSNorm, ScaledNorm
-from ..ops.backend import AnyArray, Array
-from ..ops.elementwise import scaled
+from ..ops.backend import AnyArray, Array, library_of
+from ..ops.elementwise import scaled, split
 from ..ops.norm import rms_norm
 from ..ops.seen import Chosen
 
@@ -140,6 +141,11 @@ class SeveralStreams:
     def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
         """The feed-forward part's input, and for `added` the streams behind the mixer and how they are mixed."""
         x, *mixing = self.before.gather(h)
+        return self._behind_mixer(h, x, caches, chosen, *mixing)
+
+    def _behind_mixer(
+        self, h: Array, x: Array, caches: Caches, chosen: Chosen, *mixing: AnyArray
+    ) -> tuple[AnyArray, ...]:
         out = self.mixer.mixed(x, self.norm, caches, chosen)
         out = out if self.convolution is None else self.convolution(out, caches[-1])
         streams, x, *mixing = self.behind.gather_behind(h, out, *mixing)
@@ -148,6 +154,40 @@ class SeveralStreams:
     def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
         streams, *mixing = kept
         return self.behind.scatter(streams, out, *mixing)
+
+
+class ToldStreams(SeveralStreams):
+    """The same in a pass over layers after the first: behind the sums of h are those that the pass before has made, of
+    width `told` in all (`Messages`). The last layer of a pass takes them away, because what is left then, the sums
+    before the first layer and those of this pass, is what the next pass begins with.
+
+    Args:
+        one: of the first pass.
+        messages: makes the messages of those sums.
+        gates: let them in.
+        is_last: whether the layer is the last one of the pass.
+    """
+
+    def __init__(
+        self, one: SeveralStreams, messages: Callable[[Any], list[AnyArray]], gates: Any, told: int, is_last: bool
+    ):
+        super().__init__(one.mixer, one.norm, one.before, one.behind, one.convolution)
+        self.messages, self.gates, self.told, self.is_last = messages, gates, told, is_last
+
+    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
+        streams, sums = split(h, h.shape[-1] - self.told)
+        *of_inputs, of_mlp = self.messages(sums)
+        (x,), width, library = self.before.gather(streams), of_mlp.shape[-1], library_of(h)
+        inputs = [x] * 3 if x.shape[-1] == width else split(x, width, 2 * width)
+        gates = zip((self.gates.q, self.gates.k, self.gates.v), inputs, of_inputs, strict=True)
+        x = library.concatenate([gate(own, message) for gate, own, message in gates], axis=-1)
+        x, streams = self._behind_mixer(streams, x, caches, chosen)
+        return self.gates.mlp(x, of_mlp), streams, sums
+
+    def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
+        streams, sums = kept
+        made = super().added(out, streams)
+        return made if self.is_last else library_of(out).concatenate([made, sums], axis=-1)
 
 
 ResidualWay = OneStream | SeveralStreams

@@ -10,8 +10,9 @@ from ..kinds import BlockSums, Connections, GatedConnections, HyperConnections, 
 from ..layers import Linear, RMSNorm, Stack, packed
 from ..ops import backend, block_sums
 from ..ops.backend import AnyArray, Array, library_of
-from ..ops.elementwise import sigmoid, split
+from ..ops.elementwise import float32, sigmoid, split
 from ..ops.gated_streams import Behind, gated_mean, injected, takes_token, token_mean
+from ..ops.norm import rms_norm
 from ..ops.streams import (
     Mapping,
     StreamRule,
@@ -276,6 +277,60 @@ class NormedBlockSum(nn.Module):
     def scatter(self, h: Array, out: Array) -> AnyArray:
         """The sums behind the part."""
         return block_sums.added(h, out)
+
+
+class MessageGate(nn.Module):
+    """Lets a message into an input of a layer's part (`Messages`)."""
+
+    def __init__(self, hidden_size: int, rank: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.down_proj = Linear(2 * hidden_size, rank)
+        self.forget_proj, self.gain_proj = (Linear(rank, hidden_size) for _ in range(2))
+
+    def __call__(self, x: Array, message: Array) -> AnyArray:
+        """x and `message`, both [B, L, D], as one input."""
+        both, library = [float32(x), float32(message)], library_of(x)
+        low = self.down_proj(library.concatenate([rms_norm(one, None, self.eps) for one in both], axis=-1))
+        forget, gain = (library.tanh(float32(matrix(low))) for matrix in (self.forget_proj, self.gain_proj))
+        return ((1 - forget) * both[0] + gain * both[1]).astype(x.dtype)
+
+
+class MessageGates(nn.Module):
+    """Those of a layer: for queries, keys, values and its feed-forward part."""
+
+    def __init__(self, hidden_size: int, rank: int, eps: float):
+        super().__init__()
+        self.q, self.k, self.v, self.mlp = (MessageGate(hidden_size, rank, eps) for _ in range(4))
+
+
+class MessageQueries(nn.Module):
+    """The queries of messages (`Messages`) in all layers: two rows of `query` for each, of queries and of the
+    feed-forward part, and of `kv_query`, of keys and of values.
+    """
+
+    kept_float32: ClassVar[tuple[str, ...]] = ("query", "kv_query")
+
+    def __init__(self, rule: BlockSums, hidden_size: int, eps: float):
+        super().__init__()
+        assert rule.messages is not None
+        self.rule, self.first, self.eps = rule, rule.messages.first, rule.eps or eps
+        rows = 2 * (rule.messages.end - self.first)
+        self.query, self.kv_query = (mx.zeros((rows, hidden_size)) for _ in range(2))
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Scales the queries and puts them in order; called again once they have their tensors."""
+        width = self.query.shape[1]
+        own, pairs = (one.astype(mx.float32).reshape(-1, 2, width) for one in (self.query, self.kv_query))
+        self._queries = tuple(mx.concatenate([own[:, :1], pairs, own[:, 1:]], axis=1) * width**-0.5)
+        mx.eval(self._queries)
+
+    def messages(self, layer: int, sums: Array) -> list[AnyArray]:
+        """The four messages [B, L, D] of a layer, of the sums of the pass before."""
+        width = self.query.shape[1]
+        made = block_sums.mixed_normed(sums, self._queries[layer - self.first], self.eps)
+        return list(split(made, width, 2 * width, 3 * width))
 
 
 def _row_by_row(compute: Callable[[Any], Any], h: Array) -> AnyArray:

@@ -24,11 +24,11 @@ from .decoder import Model
 from .head import DraftHead
 from .moe import MoE
 from .residual import WeighedParts
-from .streams import Connection, NormedBlockSum
+from .streams import Connection, MessageQueries, NormedBlockSum
 
 # By names alone: sizes in memory are known of files without a model.
 KEPT_FLOAT32 = {GLOBAL_SCALE, *OF_MIXERS, *MoE.kept_float32, *Connection.kept_float32, *WeighedParts.kept_float32}
-KEPT_FLOAT32 |= {*NormedBlockSum.kept_float32}
+KEPT_FLOAT32 |= {*NormedBlockSum.kept_float32, *MessageQueries.kept_float32}
 EMBEDDING = ".embed_tokens"
 ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate", ".self_attn.value_experts.gate")
 ROUTER = Quant(8, 64)  # the form of routers, unless a recipe has another
@@ -60,14 +60,18 @@ def needed(args: ModelArgs, forms: frozenset[str] = USUAL, kind: type[Model] | t
     return Needed(matrices, plain, frozenset(f"{path}.weight" for path in convolutions))
 
 
+def layer_of(path: str) -> int | None:
+    """The number of the layer that a module path belongs to; None: it belongs to none."""
+    found = re.match(r"model\.layers\.(\d+)\.", path)
+    return int(found[1]) if found else None
+
+
 def layer_values(args: ModelArgs) -> int:
     """The most values of the matrices of one layer, without routed experts."""
-    counts: dict[str, int] = {}
+    counts = Counter[int | None]()
     for path, shape in needed(args).matrices.items():
-        layer = re.match(r"model\.layers\.\d+\.", path)
-        if layer:
-            counts[layer[0]] = counts.get(layer[0], 0) + prod(shape)
-    return max(counts.values())
+        counts[layer_of(path)] += prod(shape)
+    return max(count for layer, count in counts.items() if layer is not None)
 
 
 def is_of_matrix(name: str, matrices: Container[str]) -> bool:
@@ -112,9 +116,11 @@ def resident_bytes(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
 
 def token_bytes(args: ModelArgs, tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
     """Bytes of `tensors`, by name, that each token reads as they are kept: all but an embedding that is no output head,
-    of which a token reads a row.
+    of which a token reads a row; those of a layer whenever it passes the layer.
     """
-    return resident_bytes({name: one for name, one in tensors.items() if args.is_tied or EMBEDDING not in name}, dtype)
+    read = {name: one for name, one in tensors.items() if args.is_tied or EMBEDDING not in name}
+    layers = ((layer_of(name), {name: one}) for name, one in read.items())
+    return sum(resident_bytes(own, dtype) * (1 if layer is None else args.passes_of(layer)) for layer, own in layers)
 
 
 def variant_bytes(
@@ -142,8 +148,6 @@ def variant_bytes(
             shape, kind = stored.shape_of(part, rows, columns, "BF16")
             tensors[f"{path}.{part}"] = mx.zeros(shape, DTYPES[kind])
     each = enumerate(args.layers if form_of is None else ())
-    times = {f"model.layers.{i}": counts[layer] for i, layer in each}
+    times: dict[int | None, int] = {i: counts[layer] for i, layer in each}
     kept = partial(token_bytes, args) if of_token else resident_bytes
-    return sum(
-        kept({name: tensor}, dtype) * times.get(".".join(name.split(".")[:3]), 1) for name, tensor in tensors.items()
-    )
+    return sum(kept({name: tensor}, dtype) * times.get(layer_of(name), 1) for name, tensor in tensors.items())

@@ -16,7 +16,7 @@ from ..experts.source import IoMode
 from ..formats.record import ExpertLayout
 from ..kinds import product_operations
 from ..mixers.registry import each_cache
-from ..model.tensors import needed, variant_bytes
+from ..model.tensors import layer_of, needed, variant_bytes
 from ..ops import gpu_time
 from ..ops.chips import CHIPS, FAMILY, Chip, gpu_limits
 from ..ops.stand_ins import standing_in
@@ -147,7 +147,7 @@ class Reach:
     @property
     def waits(self) -> int:
         """How often the host waits for the GPU in a streamed token: for each choice of a router."""
-        return len(self.layout.records)
+        return sum(map(self.args.passes_of, self.layout.records))
 
     def launches(self, streamed: bool) -> int:
         """Kernels of a token; MLX adds a few of its own, such as the embedding."""
@@ -163,17 +163,17 @@ class Reach:
         """Multiplications and additions of a prompt: matrices, routed experts, and scores of earlier positions."""
         args = self.args
         weights = {i: sum(one.rows * one.columns for one in r.projections) for i, r in self.layout.records.items()}
-        each = self._matrices + sum(args.router_of(number).top_k * count for number, count in weights.items())
+        experts = {number: args.passes_of(number) * args.router_of(number).top_k for number in weights}
+        each = self._matrices + sum(experts[number] * count for number, count in weights.items())
         # Half of a prompt's pairs are in order, and a multiply-add is two operations.
         scores = sum(count * mixer.attended(tokens, tokens) for mixer, count in args.mixer_counts.items())
         return product_operations(tokens, each, 1) + scores + product_operations(1, args.hidden_size, args.vocab_size)
 
     @cached_property
     def _matrices(self) -> int:
-        """Values of the matrices of all layers, without routed experts."""
-        return sum(
-            prod(shape) for path, shape in needed(self.args).matrices.items() if path.startswith("model.layers.")
-        )
+        """Values of the matrices of all layers that a token passes, without routed experts."""
+        layers = ((layer_of(path), shape) for path, shape in needed(self.args).matrices.items())
+        return sum(self.args.passes_of(layer) * prod(shape) for layer, shape in layers if layer is not None)
 
     def share(self, mac: Mac) -> float | None:
         """The share of the experts that is in memory on this Mac, 1 if they all are; None: the model does not fit."""
@@ -205,8 +205,10 @@ class Reach:
 def _launches(name: str) -> dict[str, int]:
     """Kernels of one token by part, in all of its layers."""
     counts: dict[str, int] = {}
-    with closing(launches_of(Shapes.of_variant(name, DTYPE), "metal", tokens=(1,))) as steps:
+    shapes = Shapes.of_variant(name, DTYPE)
+    with closing(launches_of(shapes, "metal", tokens=(1,))) as steps:
         for step in steps:
             if not step.is_special:
-                counts[step.part] = counts.get(step.part, 0) + sum(step.runs.values()) * max(len(step.layers), 1)
+                visits = sum(map(shapes.args.passes_of, step.layers)) or 1
+                counts[step.part] = counts.get(step.part, 0) + sum(step.runs.values()) * visits
     return counts

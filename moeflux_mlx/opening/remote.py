@@ -29,14 +29,15 @@ from ..formats.checkpoint import (
     read_bytes,
     shard_names,
 )
-from ..formats.gguf_file import header_bytes, models_in, open_gguf
+from ..formats.gguf_file import header_bytes, open_gguf
+from ..formats.gguf_names import heads_of, models_in
 from ..formats.hub import Repository, cache_folder, cached_snapshot, looks_like_repo, quant_of
 from ..formats.layout_file import from_json
 from ..formats.packed import FINISHED, FOLDER, LAYOUT
 from ..formats.record import ExpertLayout
 from ..ops.forms import DTYPES
 from ..packing.aside import NAME as ASIDE
-from ..packing.gguf_folder import base_tokenizer, describe, slowed_blocks
+from ..packing.gguf_folder import base_tokenizer, describe, lacks_head, slowed_blocks
 from ..packing.in_place import plan_in_place
 from ..packing.located import Located, open_source
 from ..packing.recipe import Recipe, read_recipe
@@ -84,7 +85,7 @@ class Remote:
         is_gguf = quant is not None or not any(file.endswith((".safetensors", LAYOUT)) for file in repository.files)
         sizes = {file.name: file.size for file in repository.files.values()}
         if is_gguf and (files := chosen_gguf(repo, sizes, quant)):
-            return RemoteGguf(repository, files, repository.missing(files), sum(map(sizes.__getitem__, files)))
+            return RemoteGguf.of(repository, files, sizes)
         wanted = PACKED
         if FINISHED not in repository.files:
             small = repository.snapshot([INDEX, "config.json"])
@@ -196,11 +197,42 @@ class Remote:
         return self.repository.snapshot(list(self.wanted), shown)
 
 
+@dataclass(frozen=True)
 class RemoteGguf(Remote):
-    """One of a repository's GGUF models."""
+    """One of a repository's GGUF models.
+
+    Attributes:
+        head: the files of the draft head beside it that the model can use.
+    """
+
+    head: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, repository: Repository, files: tuple[str, ...], sizes: Mapping[str, int]) -> "RemoteGguf":
+        """The model in these files, with the draft head beside it.
+
+        Args:
+            sizes: bytes of every file, by name.
+        """
+        made, heads = cls(repository, files, 0, 0), heads_of(files, sizes)
+        head = tuple(heads[0]) if len(heads) == 1 and made._takes_head() else ()
+        every = (*files, *head)
+        return cls(repository, files, repository.missing(every), sum(map(sizes.__getitem__, every)), head)
+
+    def _takes_head(self) -> bool:
+        with suppress(MoefluxError):  # whoever needs the model gets the error
+            return lacks_head(open_gguf(self._headers() / self.wanted[0]))
+        return False
 
     def figures(self, without_correction_bias: bool = False) -> tuple[ModelArgs, ExpertLayout, dict[str, mx.array]]:
-        """As those of other models; the headers of its files are kept, each in a file without data."""
+        """As those of other models, without the head's."""
+        folder = describe(self._headers() / self.wanted[0])
+        assert folder is not None
+        located = Located(folder)
+        return _in_place(open_source(located), located.args, without_correction_bias)
+
+    def _headers(self) -> Path:
+        """The directory in which the headers of its files are kept, each in a file without data."""
         heads = kept_files() / "gguf" / "headers" / self.repository.commit
         _forget_old(heads)
         for name in self.wanted:
@@ -214,10 +246,7 @@ class RemoteGguf(Remote):
             except OSError as error:
                 raise ModelFileError(f"{head} cannot be written: {error.strerror or error}") from None
         self._fetch_divisors(heads)
-        folder = describe(heads / self.wanted[0])
-        assert folder is not None
-        located = Located(folder)
-        return _in_place(open_source(located), located.args, without_correction_bias)
+        return heads
 
     def _fetch_divisors(self, heads: Path) -> None:
         """Fetches the one tensor of which the configuration needs the values, if it is still missing."""
@@ -250,7 +279,8 @@ class RemoteGguf(Remote):
         """As of other models; returns the first file. The tokenizer's files of the model that it was made from come
         too, if its metadata name one and the Hub has them.
         """
-        first = super().download(shown) / self.wanted[0]
+        self.check_space()
+        first = self.repository.snapshot([*self.wanted, *self.head], shown) / self.wanted[0]
         base_tokenizer(first, download=True)
         return first
 

@@ -18,10 +18,11 @@ from typing import Any
 from ..errors import ConfigError, ModelFileError, TokenizerError
 from ..families.gguf import GgufFamily, Metadata, renamed_tensor
 from ..families.gguf_keys import SLOWED
-from ..families.registry import GGUF
+from ..families.registry import FAMILIES, GGUF
 from ..files import JsonDict, kept_files, read_json, replace_file, user_path
 from ..formats.checkpoint import COPIED, Checkpoint, Tensor
-from ..formats.gguf_file import HEAD_ALONE, SUFFIX, Blocks, GgufFile, gguf_file, open_gguf, open_parts
+from ..formats.gguf_file import Blocks, GgufFile, gguf_file, open_gguf, open_parts
+from ..formats.gguf_names import HEAD_ALONE, SUFFIX, heads_of
 from ..formats.hub import Repository, cached_snapshot, looks_like_repo
 from ..kinds.limits import WIDEST_HEAD
 from ..text.ends import all_ends
@@ -142,7 +143,7 @@ def open_described(folder: Path, paths: Sequence[Path], config: JsonDict) -> Che
 
 
 def draft_tensors(whole: GgufFile) -> dict[str, Tensor]:
-    """{name in a checkpoint: tensor} of the draft heads in a GGUF, or else in the file `mtp-*.gguf` beside it.
+    """{name in a checkpoint: tensor} of the draft heads in a GGUF, or else in the one `mtp-*.gguf` beside it.
 
     Raises:
         ConfigError, ModelFileError: there are several such files, or one is damaged, or of a model that is not read.
@@ -151,11 +152,17 @@ def draft_tensors(whole: GgufFile) -> dict[str, Tensor]:
     tensors = _by_name(_tensors(whole, _config(whole), of_heads=True))
     if tensors or HEAD_ALONE.match(path.name):
         return tensors
-    beside = sorted(one for one in path.parent.glob(f"*{SUFFIX}") if HEAD_ALONE.match(one.name))
+    sizes = {one.name: one.stat().st_size for one in path.parent.glob(f"*{SUFFIX}")}
+    beside = [files[0] for files in heads_of([file.name for file in whole.files], sizes)]
     if len(beside) > 1:
-        names = ", ".join(one.name for one in beside)
-        raise ModelFileError(f"{path.parent} holds several draft heads: {names}; give one as --draft FILE")
-    return draft_tensors(open_gguf(beside[0])) if beside else {}
+        raise ModelFileError(f"{path.parent} holds several draft heads: {', '.join(beside)}; give one as --draft FILE")
+    return draft_tensors(open_gguf(path.parent / beside[0])) if beside else {}
+
+
+def lacks_head(whole: GgufFile) -> bool:
+    """Whether draft heads of its family are read, and it has none; as `draft_tensors`."""
+    config = _config(whole)
+    return FAMILIES[config["model_type"]].head is not None and not any(_tensors(whole, config, of_heads=True))
 
 
 def _family(whole: GgufFile) -> tuple[Metadata, GgufFamily]:

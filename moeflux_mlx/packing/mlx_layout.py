@@ -19,14 +19,13 @@ from ..families.names import is_aside
 from ..files import JsonObject
 from ..formats.checkpoint import Tensor
 from ..formats.record import Field
-from ..model.tensors import stored_as
+from ..model.tensors import layer_of, stored_as
 from ..ops.forms import DTYPES
 from ..quant import GLOBAL_SCALE, Quant
 from ..spec import ModelArgs
 from .aside import Copied
 from .layer_files import LayerFile
 from .matrix import Matrix
-from .recipe import layer_of
 from .resident import ResidentPlan, TensorFile, in_files, quantization
 from .sources import MatrixSource, PlainSource, Source, WrittenTensor
 

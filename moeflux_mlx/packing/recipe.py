@@ -28,7 +28,7 @@ from ..errors import ConfigError
 from ..files import JsonDict, JsonObject, read_json, user_path
 from ..formats.checkpoint import RECIPE
 from ..formats.record import VALUES, Quants, set_path
-from ..model.tensors import EMBEDDING, ROUTER, ROUTERS
+from ..model.tensors import EMBEDDING, ROUTER, ROUTERS, layer_of
 from ..quant import DEFAULT, MLX_MODES, MODES, Quant, parse
 from ..spec import ModelArgs
 
@@ -193,12 +193,6 @@ class Recipe:
         if gate_up is None or down is None:
             raise ConfigError(f"recipe {self.name}: routed experts of layer {layer} cannot be {FLOAT}; give them bits")
         return (gate_up, gate_up, down)[-args.experts.matrices :]
-
-
-def layer_of(path: str) -> int | None:
-    """The number of the layer that a module path belongs to; None: it belongs to none."""
-    found = re.match(r"model\.layers\.(\d+)\.", path)
-    return int(found[1]) if found else None
 
 
 def part_of(args: ModelArgs, path: str) -> str:

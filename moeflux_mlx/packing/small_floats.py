@@ -8,10 +8,11 @@ first in the low half, or E4M3 codes, with scales of 8 bits.
   of 32 columns.
 - nvfp4: bytes with E4M3 scales of 16 columns, `weight_scale`, and a float32 for the matrix: ModelOpt's
   `weight_scale_2`, which multiplies all scales, or compressed-tensors' `weight_global_scale`, which divides them.
+  Inkling-2-Mini has two, `weight_amax`, which is divided by `weight_outer_scale_denominator`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -29,13 +30,30 @@ PACKED = ("U8", "I8")
 
 @dataclass(frozen=True)
 class ScaledMatrix(Matrix):
-    """nvfp4 whose global scale is published as what multiplies the scales or, if it `divides`, as the inverse."""
+    """nvfp4 whose global scale is published as what multiplies the scales or, if it `divides`, as the inverse; in parts
+    if there is a `denominator`, a number for each matrix or one for all.
+    """
 
     divides: bool = False
+    denominator: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors, *([] if self.denominator is None else [self.denominator]))
+
+    def _each(self, shape: tuple[int, ...], part: Callable[[Tensor], Tensor]) -> Matrix:
+        made, below = super()._each(shape, part), self.denominator
+        assert isinstance(made, ScaledMatrix)
+        if below is None or len(self.shape) == 2 or math.prod(below.shape) == 1:
+            return made
+        return replace(made, denominator=part(below))
 
     def factor(self) -> tuple[mx.array, ...]:
         assert self.global_scale is not None
         published = self.global_scale.read().reshape(*self.shape[:-2], 1, 1)
+        if self.denominator is not None:
+            below = self.denominator.read()
+            published = published / below.reshape(published.shape if below.size == published.size else ())
         return (finite(self.global_scale, GLOBAL_UNIT / published if self.divides else GLOBAL_UNIT * published),)
 
 
@@ -96,8 +114,9 @@ def find_small_floats(
     if scale.dtype in EXPONENTS:
         return Matrix(shape, _as_words(weight, MXFP4, shape), _as_bytes(scale, MXFP4, shape), quant=MXFP4)
     typed(scale, ("F8_E4M3",))
-    multiplies, divides = (tensors.get(f"{path}.{end}") for end in ("weight_scale_2", "weight_global_scale"))
-    factor = multiplies or divides
+    ends = ("weight_scale_2", "weight_global_scale", "weight_amax", "weight_outer_scale_denominator")
+    multiplies, divides, most, below = (tensors.get(f"{path}.{end}") for end in ends)
+    factor = multiplies or divides or (most if below is not None else None)
     if factor is None:
         raise ModelFileError(f"tensor {path}.weight_scale_2 or {path}.weight_global_scale is missing")
     if factor.shape != (*shape[:-2], 1):
@@ -105,7 +124,8 @@ def find_small_floats(
     typed(factor, ("F32",))
     quant, words = replace(NVFP4, has_global_scale=True), _as_words(weight, NVFP4, shape)
     scales = _as_bytes(scale, NVFP4, shape)
-    return ScaledMatrix(shape, words, scales, None, quant, factor, divides=multiplies is None)
+    denominator = typed(below, ("F32",)) if below is not None and factor is most else None
+    return ScaledMatrix(shape, words, scales, None, quant, factor, divides=factor is divides, denominator=denominator)
 
 
 def _mxfp8(weight: Tensor, scale: Tensor, shape: tuple[int, ...], block: tuple[int, int], shards: int) -> Matrix:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import NotPackedError
 from ..files import read_json, shown_gb
-from ..formats.gguf_file import SUFFIX
+from ..formats.gguf_names import SUFFIX
 from ..formats.packed import FINISHED, STATE
 from ..formats.record import ExpertLayout, Quants, stated_quants
 from ..quant import EXPERTS, unquantized

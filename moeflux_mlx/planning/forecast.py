@@ -33,7 +33,7 @@ class TokenWork:
         dense: bytes of weights that every token reads.
         routed: bytes of the experts that it uses.
         state: bytes of caches that it reads and writes.
-        layers: number of layers; `moe_layers` of them have experts.
+        layers: number of layers that it passes; `moe_layers` of them have experts.
         attended: multiply-adds of its attention.
     """
 
@@ -50,7 +50,7 @@ class TokenWork:
         caches = each_cache(args.mixer_counts)
         state = sum(count * cache.step_bytes(positions, itemsize) for cache, count in caches)
         attended = sum(count * mixer.attended(1, positions) for mixer, count in args.mixer_counts.items())
-        return cls(dense, routed, state, args.num_hidden_layers, len(args.moe_layers), attended)
+        return cls(dense, routed, state, len(args.visits), sum(map(args.passes_of, args.moe_layers)), attended)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def keeping(args: ModelArgs, asked: int | str, dtype: mx.Dtype | None) -> ModelA
 
 def token_bytes(args: ModelArgs) -> int:
     """Bytes of keys and values in 16 bits that a token adds to a long text."""
-    mixers = (mixer for mixer in args.with_kv_bits(None).mixers if mixer.rounds_keys)
+    mixers = (mixer for mixer in args.with_kv_bits(None).visited if mixer.rounds_keys)
     caches = (cache for mixer in mixers for cache in make_caches(mixer))
     return sum((cache.bytes_for(2 * LONG, 2) - cache.bytes_for(LONG, 2)) // LONG for cache in caches)
 

@@ -2,16 +2,14 @@
 decide; headers are not read.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..formats.gguf_file import SUFFIX, models_in
+from ..formats.gguf_names import FLOATS, SUFFIX, is_whole, models_in, stem_and_quant
 from .machine import in_gb
 
 SHARE = 0.8  # of memory for a file whose model lies in memory whole; caches and temporaries take the rest
-QUANT = re.compile(r"[-._](?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4)\w*$", re.IGNORECASE)  # ends the name of a model
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Quants:
     def beside(cls, files: Sequence[Path]) -> "Quants":
         """Those in the directory of the first of these files, which are the chosen model's; none without files."""
         here = files[0].parent.glob(f"*{SUFFIX}") if files else ()
-        return cls({one.name: one.stat().st_size for one in here}, [file.name for file in files])
+        return cls({one.name: one.stat().st_size for one in (*here, *files)}, [file.name for file in files])
 
     def note(self, memory: int) -> str:
         """A line that names another quant of the chosen model: the largest that fits in `memory`. Empty: there is none,
@@ -38,19 +36,18 @@ class Quants:
         """
         models = models_in(self.sizes)
         name = next((name for name, files in models.items() if set(files) & set(self.chosen)), "")
-        alike = {one: sum(map(self.sizes.__getitem__, models[one])) for one in models if _stem(one) == _stem(name)}
+        alike = {
+            one: sum(map(self.sizes.__getitem__, files))
+            for one, files in models.items()
+            if is_whole(files)
+            and stem_and_quant(one)[0] == stem_and_quant(name)[0]
+            and stem_and_quant(one)[1] not in ("", *FLOATS)
+        }
         fitting = [one for one, size in alike.items() if size <= SHARE * memory]
         best = max(fitting, key=alike.__getitem__, default=name)
-        if not QUANT.search(name) or alike[best] == alike[name]:
+        if name not in alike or alike[best] == alike[name]:
             return ""
         own, other = (f"{one} ({in_gb(alike[one], 1)})" for one in (name, best))
         if alike[best] > alike[name]:
             return f"{other} is rounded less, and fits in memory too"
         return f"{other} fits in memory; {own} is streamed from disk"
-
-
-def _stem(name: str) -> str | None:
-    """The name of a model without its folder and its quant; None: it names no quant."""
-    own = name.rpartition("/")[2]
-    match = QUANT.search(own)
-    return own[: match.start()].lower() if match else None

@@ -140,9 +140,10 @@ async def _change(served: Served, http: HttpRequest, asked: Request) -> None:
     if asked.only == "unload":
         served.models.release(asked.model)
         return
+    served.models.recall(asked.model)
     with served.models.places.take(client_of(http)):
-        async with served.model(http, asked.model) as loaded:
-            loaded.is_released = False
+        async with served.model(http, asked.model):
+            pass
 
 
 async def _whole(

@@ -74,7 +74,6 @@ class Loaded:
 
     Args:
         seconds: how long loading took.
-        is_released: whether it is unloaded as soon as nothing uses it.
     """
 
     choice: ModelChoice
@@ -83,7 +82,6 @@ class Loaded:
     seconds: float
     forecast: Forecast | None = None
     uses: int = 0
-    is_released: bool = False
 
     @property
     def engine(self) -> Engine:

@@ -80,6 +80,7 @@ class ModelSwitch:
         self._worker: Worker | None = None  # the worker of the model that is loaded, or being loaded or unloaded
         self._change: asyncio.Task[None] | None = None
         self._idle: asyncio.TimerHandle | None = None
+        self._released: ModelChoice | None = None  # it is unloaded as soon as nothing uses it
         self._stopping = False
 
     def start(self) -> None:
@@ -180,17 +181,21 @@ class ModelSwitch:
         self._go_on()
 
     def release(self, name: str) -> None:
-        """Unloads the model of that name as soon as nothing uses it, if it is loaded; the model of several ranks stays.
+        """Unloads the model of that name, if it is loaded or being loaded, as soon as it is loaded and nothing uses it;
+        the model of several ranks stays.
 
         Raises:
             BadRequestError: there is no such model.
         """
-        choice, loaded = self.find(name), self.loaded
-        if self._stopping or loaded is None or loaded.choice is not choice:
-            return
-        if loaded.engine.lead is None:
-            loaded.is_released = True
+        choice = self.find(name)
+        if choice is self.loading or self.loaded is not None and choice is self.loaded.choice:
+            self._released = choice
             self._go_on()
+
+    def recall(self, name: str) -> None:
+        """Takes an earlier `release` back. Raises as that."""
+        if self.find(name) is self._released:
+            self._released = None
 
     @contextmanager
     def watched(self) -> Iterator[Watch]:
@@ -246,7 +251,8 @@ class ModelSwitch:
         elif self._waiting and (loaded is None or not loaded.uses):
             self._begin_change(self._waiting[0].choice)
         elif loaded is not None and not loaded.uses:
-            seconds = 0.0 if loaded.is_released else self._idle_seconds
+            is_released = self._released is loaded.choice and loaded.engine.lead is None
+            seconds = 0.0 if is_released else self._idle_seconds
             if seconds is not None:
                 self._idle = self._loop.call_later(seconds, self._begin_change, None)
 
@@ -269,7 +275,7 @@ class ModelSwitch:
 
     async def _changed(self, choice: ModelChoice | None) -> None:
         """Unloads the loaded model, and then loads `choice`, if there is one."""
-        self.loaded = None
+        self.loaded = self._released = None
         if self._worker is not None:
             self._worker.begin_stop()
             await self._ended.wait()

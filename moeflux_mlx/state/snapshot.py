@@ -106,7 +106,7 @@ def state_size(model: Stateful | ModelArgs, cache_or_length: Sequence[LayerCache
     """
     args = model if isinstance(model, ModelArgs) else model.args
     length = cache_or_length if isinstance(cache_or_length, int) else _length(args, cache_or_length)
-    return 4 * len(_header(args)) + sum(_layer_bytes(make_caches(mixer), length) for mixer in args.mixers)
+    return 4 * len(_header(args)) + sum(_layer_bytes(make_caches(mixer), length) for mixer in args.visited)
 
 
 def _layer_bytes(caches: Sequence[LayerCache], length: int) -> int:
@@ -140,7 +140,7 @@ def state_parts(model: Stateful, cache: Sequence[LayerCache]) -> Iterator[memory
     header, length = _header(args), _length(args, cache)
     _wait_for_all(model, cache)
     yield memoryview(struct.pack(f"<{len(header)}I", *header))
-    for caches in by_layer(cache_numbers(args.mixers), cache):
+    for caches in by_layer(cache_numbers(args.visited), cache):
         yield from _layer_parts(caches, length)
 
 
@@ -202,7 +202,7 @@ def load_state(model: Stateful, cache: Sequence[LayerCache], data: bytes | bytea
     view = memoryview(data).cast("B")
     start, length = _checked(args, view)
     _wait_for_all(model, cache)
-    states = _read(by_layer(cache_numbers(args.mixers), cache), view, start, length, model.activation_dtype)
+    states = _read(by_layer(cache_numbers(args.visited), cache), view, start, length, model.activation_dtype)
     mx.eval([array for state in states for array in state[:-1] if array is not None])
     for layer, state in zip(cache, states, strict=True):
         layer.state = state
@@ -228,14 +228,14 @@ def _mflx(args: ModelArgs) -> tuple[int, ...] | None:
     """The header of MFLX; None: it cannot express the layers. It needs n, where exactly the layers n - 1, 2n - 1, ...
     have full attention, all alike.
     """
-    full = [i for i, mixer in enumerate(args.mixers) if mixer.attention is not None]
+    full = [i for i, mixer in enumerate(args.visited) if mixer.attention is not None]
     if not full:
         raise SnapshotError("no layer has attention, so nothing in a snapshot would tell its length")
     interval = full[0] + 1
-    is_alike = len({tuple(one.stored_shapes(1) for one in make_caches(args.mixers[i])) for i in full}) == 1
-    is_regular = full == list(range(interval - 1, args.num_hidden_layers, interval))
-    parts = [one for mixer in args.mixers if (one := mflx_of(mixer)) is not None]
-    if not (is_alike and is_regular and len(parts) == args.num_hidden_layers):
+    is_alike = len({tuple(one.stored_shapes(1) for one in make_caches(args.visited[i])) for i in full}) == 1
+    is_regular = full == list(range(interval - 1, len(args.visited), interval))
+    parts = [one for mixer in args.visited if (one := mflx_of(mixer)) is not None]
+    if not (is_alike and is_regular and len(parts) == len(args.visited)):
         return None
     conv, state, *latent = (next(filter(None, values), 0) for values in zip(*parts, strict=True))
     states = FLOAT_BYTES * conv, FLOAT_BYTES * state
@@ -244,7 +244,7 @@ def _mflx(args: ModelArgs) -> tuple[int, ...] | None:
 
 
 def _check_caches(args: ModelArgs, cache: Sequence[LayerCache]) -> None:
-    if [one.part for one in cache] != [one.part for mixer in args.mixers for one in make_caches(mixer)]:
+    if [one.part for one in cache] != [one.part for mixer in args.visited for one in make_caches(mixer)]:
         raise RequestError(
             f"{len(cache)} caches do not fit this {args.model_type} model of {args.num_hidden_layers} layers; "
             "use model.make_cache()"
@@ -322,7 +322,7 @@ def _check_header(args: ModelArgs, view: memoryview) -> int:
 
 def _attention_lengths(args: ModelArgs, view: memoryview, offset: int) -> Iterator[tuple[int, int]]:
     """(layer, length) of each attention layer; walks the whole body, so that a short one is found."""
-    for layer, mixer in enumerate(args.mixers):
+    for layer, mixer in enumerate(args.visited):
         caches, length = make_caches(mixer), 0
         if caches[0].counts:
             _check_room(view, layer, offset, 4)

@@ -4,24 +4,26 @@
     scripts/bench/bench_stream.py loader [--folder DIR]
     scripts/bench/bench_stream.py decode --model DIR --limit-gb 1.3 [--busy-disk]
     scripts/bench/bench_stream.py pool --model DIR --shares 0.25 0.5
+    scripts/bench/bench_stream.py forms --variant qwen3-30b-a3b --layers 8 [--modes affine q3_k iq2_xs iq3_xxs]
     scripts/bench/bench_stream.py places --model DIR --checkpoint DIR [--share 0.25] [--drive-mbps 500]
     scripts/bench/bench_stream.py drives --model DIR --one DIR [--drive-mbps 150]
     scripts/bench/bench_stream.py load --model DIR
     scripts/bench/bench_stream.py host --model DIR
 
-`loader` reads experts (7 MB, Qwen3.5-397B's) through the loader and, in turn, with bare O_DIRECT reads from
-as many threads, the best of several counts being the ceiling. `decode` needs root and a version 1 memory
-control group: each run generates in a process of its own inside the limit, the ways in turn. It reports tokens
-per second, hit rate, the share of the disk bound (bytes per token over the drive's speed measured just before,
-against the time a token took), what computing alone costs (the same run with every expert in memory), and
-peak rss + shmem beside the plan's figure. `pool` does the same without a limit, the pool holding a share of the
-experts: for GPUs, whose peak memory it reports. `places` compares the speed of a packed model with that of the
-checkpoint of the same weights, read in place, in alternating rounds of one process (make_random_model.py writes
-both). `drives` compares a model whose experts lie on several drives (`convert --also`) with the same on one, in decode
-and in a prompt that begins with an empty pool. `load` reads all experts of a model into memory and, in turn, the same
-files with bare parallel reads, into memory that is used again and into memory that is new. `host` decodes with every
-expert in the pool and nothing to read, and says what each part of the pool's work takes of a layer, and on a GPU what
-a token takes beyond one whose experts are resident, and what it takes if the host waits for each router's choice. With
+`loader` reads experts (7 MB, Qwen3.5-397B's) through the loader and, in turn, with bare O_DIRECT reads from as many
+threads, the best of several counts being the ceiling. `decode` needs root and a version 1 memory control group: each
+run generates in a process of its own inside the limit, the ways in turn. It reports tokens per second, hit rate, the
+share of the disk bound (bytes per token over the drive's speed measured just before, against the time a token took),
+what computing alone costs (the same run with every expert in memory), and peak rss + shmem beside the plan's figure.
+`pool` does the same without a limit, the pool holding a share of the experts: for GPUs, whose peak memory it reports.
+`forms` makes a random model for each form of experts, and compares them in alternating rounds of one process, each
+pool holding the same share of the experts. `places` compares the speed of a packed model with that of the checkpoint
+of the same weights, read in place, in alternating rounds of one process (make_random_model.py writes both). `drives`
+compares a model whose experts lie on several drives (`convert --also`) with the same on one, in decode and in a
+prompt that begins with an empty pool. `load` reads all experts of a model into memory and, in turn, the same files
+with bare parallel reads, into memory that is used again and into memory that is new. `host` decodes with every expert
+in the pool and nothing to read, and says what each part of the pool's work takes of a layer, and on a GPU what a
+token takes beyond one whose experts are resident, and what it takes if the host waits for each router's choice. With
 `--hits`, one of the experts that a layer will use is dropped before a token, of all but this share of the layers, and
 the disk serves it. Reported are medians; the last line is JSON.
 """
@@ -42,6 +44,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import make_random_model
 import mlx.core as mx
 import numpy as np
 
@@ -58,6 +61,7 @@ from moeflux_mlx.opening.engine import Engine, open_engine
 from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.ops import backend
 from moeflux_mlx.packing.located import Located
+from moeflux_mlx.quant import MODES
 from moeflux_mlx.spec import ModelArgs, variants
 
 GROUPS = Path("/sys/fs/cgroup")
@@ -116,6 +120,19 @@ def add_streaming(commands: Any) -> None:
     pool.add_argument("--damping", type=float, default=1.0)
     pool.add_argument("--ways", nargs="+", choices=WAYS, default=["none", "lookahead"])
     pool.set_defaults(run=bench_pool)
+    forms = commands.add_parser("forms")
+    forms.add_argument("--variant", default="qwen3-30b-a3b")
+    forms.add_argument("--layers", type=int, default=8)
+    forms.add_argument("--experts", type=int, help="keep only this many (default: all)")
+    forms.add_argument("--tiny", action="store_true", help="tiny widths, where other forms may take a form's place")
+    forms.add_argument("--modes", nargs="+", choices=MODES, default=["affine", "q3_k", "iq2_xs", "iq3_xxs"])
+    forms.add_argument("--share", type=float, default=0.25, help="of the experts that the pool holds")
+    forms.add_argument("--rounds", type=int, default=9)
+    forms.add_argument("--max-tokens", type=int, default=32)
+    forms.add_argument("--temp", type=float, default=5.0)
+    forms.add_argument("--prefetch", choices=("auto", "off"), default="auto")
+    forms.add_argument("--folder", type=Path, help="of the models, about 3 GB each with 8 layers (default: temporary)")
+    forms.set_defaults(run=bench_forms)
 
 
 def add_places(commands: Any) -> None:
@@ -364,29 +381,61 @@ def bench_places(options: argparse.Namespace) -> dict:
         names = ("model", "checkpoint", "share", "rounds", "max_tokens", "temp", "prefetch")
         given = [text for name in names for text in (f"--{name.replace('_', '-')}", getattr(options, name))]
         return inside(["places", *given], limits(options, memory=False))
-    engines = {}
-    for name, path in (("packed", options.model), ("in place", options.checkpoint)):
-        packed = open_weights(Located(options.model)).experts.layout.total_bytes
-        engines[name] = open_engine(
+    packed = open_weights(Located(options.model)).experts.layout.total_bytes
+    paths = {"packed": options.model, "in place": options.checkpoint}
+    table, ratios = compared(options, {name: (path, packed) for name, path in paths.items()})
+    return {"bench": "places", **table, "ratio": ratios["in place"]}
+
+
+def bench_forms(options: argparse.Namespace) -> dict:
+    """Measures the tokens per second of models that differ in the form of their experts."""
+    kept = [f"--experts={options.experts}"] * bool(options.experts) + ["--tiny"] * options.tiny
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        models = {}
+        for mode in options.modes:
+            path = Path(folder) / mode
+            shape = [f"--variant={options.variant}", f"--layers={options.layers}", *kept]
+            make_random_model.main([*shape, f"--expert-mode={mode}", str(path)])
+            models[mode] = path, open_weights(Located(path)).experts.layout.total_bytes
+        table, ratios = compared(options, models)
+    return {"bench": "forms", "variant": options.variant, "layers": options.layers, "forms": table, "ratios": ratios}
+
+
+def compared(options: argparse.Namespace, models: dict[str, tuple[Path, int]]) -> tuple[dict, dict]:
+    """Measures the tokens per second of models, one after the other in each round, and closes them.
+
+    Args:
+        models: the path of each, and the bytes of which its pool holds a share.
+
+    Returns:
+        The medians of each, and quartiles of the ratio of its speed to the first one's.
+    """
+    engines = {
+        name: open_engine(
             path,
             expert_io="pread",
-            expert_cache_bytes=int(options.share * packed),
+            expert_cache_bytes=int(options.share * nbytes),
             prefetch=options.prefetch,
             warm_start="off",
             context=512,
         )
+        for name, (path, nbytes) in models.items()
+    }
     runs: dict[str, list] = {name: [] for name in engines}
     for i in range(-1, options.rounds):  # the first round warms up
         for name in sorted(engines, reverse=bool(i % 2)):
             speed = decode_once(engines[name].model, options, seed=i + 1)
             runs[name] += [speed] if i >= 0 else []
-    ratios = [b["tok/s"] / a["tok/s"] for a, b in zip(runs["packed"], runs["in place"], strict=True)]
-    table = {name: medians(results) for name, results in runs.items()}
+    for engine in engines.values():
+        engine.model.experts.close()
+    table, ratios, (first, *others) = {name: medians(results) for name, results in runs.items()}, {}, models
     for name, row in table.items():
         print(f"{name:10} " + "  ".join(f"{key} {value:.3f}" for key, value in row.items()))
-    ratio = quartiles(ratios)
-    print("in place / packed: {:.3f} ({:.3f}-{:.3f})".format(*ratio))
-    return {"bench": "places", **table, "ratio": ratio}
+    for name in others:
+        pairs = zip(runs[first], runs[name], strict=True)
+        ratios[name] = quartiles([other["tok/s"] / one["tok/s"] for one, other in pairs])
+        print("{} / {}: {:.3f} ({:.3f}-{:.3f})".format(name, first, *ratios[name]))
+    return table, ratios
 
 
 def bench_drives(options: argparse.Namespace) -> dict:

@@ -4,9 +4,11 @@
     python scripts/bench/make_random_model.py --variant qwen3-30b-a3b --layers 8 OUT
     python scripts/bench/make_random_model.py --variant qwen3-30b-a3b --layers 8 OUT --checkpoint OUT-mlx
     python scripts/bench/make_random_model.py --variant qwen3-30b-a3b --layers 2 --experts 8 --tiny OUT
+    python scripts/bench/make_random_model.py --variant qwen3-30b-a3b --layers 8 --expert-mode iq2_xs OUT
 
-The second also writes the same weights as mlx-lm would: stacks of all experts in safetensors shards, whose headers are
-not padded, so that tensors begin at odd addresses. The third takes a second and a few MB, to try a command.
+The second also writes the same weights as mlx-lm would: stacks of all experts in safetensors shards, whose headers
+are not padded, so that tensors begin at odd addresses. The third takes a second and a few MB, to try a command. In
+the fourth, experts are in a form of GGUF's.
 
 Of fewer layers at least one has experts: dense layers before it are left out where needed. A directory appears
 complete or not at all; --force replaces a model or checkpoint as a whole.
@@ -45,8 +47,10 @@ from moeflux_mlx.formats.tables import NAME, NARROW, STEM, TOKEN_MAP, RowForm
 from moeflux_mlx.formats.tables import PATTERN as TABLES
 from moeflux_mlx.kinds import NGrams, Router
 from moeflux_mlx.model.tensors import TABLE, needed, stored_as, variant_bytes
+from moeflux_mlx.opening.random_weights import random_records
+from moeflux_mlx.packing.recipe import DEFAULT_PART, Recipe
 from moeflux_mlx.packing.tables import SMALL_GROUP
-from moeflux_mlx.quant import DEFAULT, Quant
+from moeflux_mlx.quant import DEFAULT, GGUF_MODES, GRID, MODES, Quant, of_mode
 from moeflux_mlx.spec import ModelArgs, variants
 
 DISTINCT_BLOCKS = 16
@@ -67,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, help="keep only this many layers (default: all)")
     parser.add_argument("--experts", type=int, help="keep only this many experts (default: all)")
     parser.add_argument("--tiny", action="store_true", help="make hidden states, vocabulary and n-gram tables tiny too")
+    parser.add_argument("--expert-mode", choices=MODES, help="of the experts, in its usual sizes (default: affine)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, help="write the same weights here too, as mlx-lm would")
     parser.add_argument("--force", action="store_true", help="replace a model or checkpoint that is there")
@@ -81,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def write(options: argparse.Namespace) -> None:
     if options.seed < 0:
         raise RequestError(f"--seed is {options.seed}; it must be at least 0")
+    if options.checkpoint is not None and options.expert_mode in GGUF_MODES:
+        raise RequestError(f"mlx-lm has no form {options.expert_mode}; leave out --checkpoint or --expert-mode")
     out, *others = (folder.resolve() for folder in (options.out, options.checkpoint) if folder is not None)
     for other in others:
         if out.is_relative_to(other) or other.is_relative_to(out):
@@ -91,7 +98,7 @@ def write(options: argparse.Namespace) -> None:
     check_space(ModelArgs.from_dict(config), [out, *others])
     with contextlib.ExitStack() as folders:
         packed = folders.enter_context(complete(out))
-        write_model(config, packed, np.random.default_rng(options.seed))
+        write_model(config, packed, np.random.default_rng(options.seed), options.expert_mode)
         for other in others:
             write_checkpoint(packed, folders.enter_context(complete(other)))
 
@@ -193,6 +200,10 @@ def keep_layers(body: dict, start: int, count: int) -> None:
         body["num_hash_layers"] = min(body["num_hash_layers"], count - 1)
     if "ple_layer_ids" in body:  # from one on
         body["ple_layer_ids"] = [layer for layer in body["ple_layer_ids"] if layer <= count]
+    if "loop_config" in body:  # whole blocks run several times
+        loop, block = body["loop_config"], body["n_layers_per_attn_res_block"]
+        loop["core_end"] = min(loop["core_end"], count // block * block)
+        loop["num_passes"] = loop["num_passes"] if loop["core_end"] > loop["core_start"] else 1
     if "moe_layers_enum" in body:
         kept = (int(layer) - start for layer in body["moe_layers_enum"].split(","))
         body["moe_layers_enum"] = ",".join(str(layer) for layer in kept if 0 <= layer < count)
@@ -202,14 +213,20 @@ def keep_layers(body: dict, start: int, count: int) -> None:
         body["num_hidden_layers"] = len(body["hybrid_override_pattern"])
 
 
-def write_model(config: dict, out: Path, rng: np.random.Generator) -> None:
-    args = ModelArgs.from_dict(config)
+def write_model(config: dict, out: Path, rng: np.random.Generator, mode: str | None = None) -> None:
+    args, quants = ModelArgs.from_dict(config), None
     (out / FOLDER).mkdir(parents=True, exist_ok=True)
     overrides = write_resident(args, out, rng) | write_tables(args, out, rng)
     for part in args.ngrams.values():
         if part.compressed:
             (out / TOKEN_MAP).write_text(json.dumps([token % part.compressed for token in range(args.vocab_size)]))
-    write_experts(ExpertLayout.from_args(args), out / FOLDER, rng)
+    if mode is not None:
+        recipe = Recipe(mode, {DEFAULT_PART: of_mode(mode)})
+        quants = {number: recipe.of_experts(args, number) for number in args.record_sets}
+    layout = ExpertLayout.from_args(args, quants)
+    for number, record in layout.records.items() if quants else ():
+        overrides |= {set_path(args, number, one.name): one.quant.entry() for one in record.projections}
+    write_experts(layout, out / FOLDER, rng)
     quantization = {**DEFAULT.entry(), **overrides}
     (out / "config.json").write_text(json.dumps({**config, "quantization": quantization}, indent=2))
     write_tokenizer(out)
@@ -288,6 +305,18 @@ def quantised(rng: np.random.Generator, shape: tuple[int, ...], quant: Quant) ->
     }
 
 
+def blocks_of(record: Record, rng: np.random.Generator) -> Sequence[np.ndarray]:
+    """Returns packed experts of `stride` bytes."""
+    if all(one.quant.mode == DEFAULT.mode for one in record.projections):
+        return [block(record, rng) for _ in range(DISTINCT_BLOCKS)]
+    mx.random.seed(int(rng.integers(1 << 32)))
+    blocks = np.array(random_records(record, DISTINCT_BLOCKS).blob).view(np.uint8)
+    grids = [field for field in record.fields if field.part == GRID]
+    for one in grids:  # which a file has once for each form
+        blocks[:, one.offset : one.end] = blocks[:, grids[0].offset : grids[0].end]
+    return blocks
+
+
 def block(record: Record, rng: np.random.Generator) -> np.ndarray:
     """Returns one packed expert of `stride` bytes."""
     out = np.zeros(record.stride, np.uint8)
@@ -307,7 +336,7 @@ def raw(value: mx.array) -> np.ndarray:
 
 def write_experts(layout: ExpertLayout, folder: Path, rng: np.random.Generator) -> None:
     records = set(layout.records.values())
-    blocks = {record: [block(record, rng) for _ in range(DISTINCT_BLOCKS)] for record in records}
+    blocks = {record: blocks_of(record, rng) for record in records}
     for layer, record in tqdm(layout.records.items(), unit="layer"):
         with open(folder / layout.file_name(layer), "wb") as file:
             for choice in rng.integers(0, DISTINCT_BLOCKS, layout.count(layer)):

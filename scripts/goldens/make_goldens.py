@@ -61,7 +61,7 @@ LENGTHS = dict.fromkeys(
 LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80, "lfm2_moe": 64, "bailing_hybrid": 64, "kimi_linear": 64}
 LENGTHS |= {"kimi_k3": 64, "deepseek_v41": 40, "granitemoehybrid": 64, "llama4": 64}
 LENGTHS |= {"mistral_large4": 64, "axk2": 64, "dots3_note": 64, "muse_spark": 64}
-LENGTHS |= {"inkling": 64, "inkling2": 64}
+LENGTHS |= {"inkling": 64, "inkling2": 64, "inkling2_loop": 64}
 # What routers with a correction bias add it to, if not to sigmoids.
 SCORES = {"Kolibri1TopKRouter": lambda logits: logits, "Ernie4_5_MoeTopKRouter": lambda logits: logits.softmax(-1)}
 ENDS = {"qwen4_exp": (12, 13, 41)}  # places of the token that ends a text, where n-grams begin anew

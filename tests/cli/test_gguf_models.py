@@ -8,6 +8,7 @@ from grids import one_in_three
 from small_hub import SmallHub, connected
 from test_gguf_families import cache, type_of  # noqa: F401 (a fixture)
 
+from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.opening.locate import locate
 from moeflux_mlx.opening.remote import Remote
 from moeflux_mlx.opening.weights import open_weights
@@ -38,6 +39,28 @@ def test_a_model_is_planned_from_its_header_and_comes_alone(tmp_path, capfd, fam
     assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.parametrize("family, comes", [("glm4_moe", True), ("exaone_moe", False)])
+def test_a_draft_head_comes_with_a_model_that_can_use_it(tmp_path, capfd, family, comes):
+    """That of its name and quant, in two files; not one of another name, folder or quant."""
+    folder, head = tmp_path / "files", [f"mtp-Tiny-Q8_0-0000{i}-of-00002.gguf" for i in (1, 2)]
+    folder.mkdir()
+    gguf_models.write_gguf(folder / "Tiny-UD-Q8_0.gguf", family, type_of(family))
+    gguf_models.write_head(folder / "mtp-Tiny-Q8_0.gguf", "glm4_moe", lambda name: "F32", split_max_tensors=12)
+    assert sorted(file.name for file in folder.glob("mtp-*")) == head
+    for name in ("mtp-Tiny-Q4_0.gguf", "mtp-Other-Q8_0.gguf", "more/mtp-Tiny-Q8_0.gguf"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"GGUF")
+    with SmallHub(folder) as hub, connected(hub, tmp_path / "hub"):
+        assert pull(["org/model:q8_0"]) == 0
+        path = Path(capfd.readouterr().out.strip())
+        assert Remote.look_up("org/model:q8_0").missing == 0
+    assert sorted(file.name for file in path.parent.glob("mtp-*")) == (head if comes else [])
+    if comes:
+        model = load_model(path, draft="head")
+        assert model.head is not None
+        model.experts.close()
+
+
 GB = 10**9
 SIZES = {
     **{f"UD-Q4_K_XL/Tiny-UD-Q4_K_XL-0000{i}-of-00002.gguf": 20 * GB for i in (1, 2)},
@@ -62,6 +85,19 @@ SMALLER = "UD-Q4_K_XL/Tiny-UD-Q4_K_XL (40.0 GB) fits in memory; Tiny-Q8_0 (70.0 
 )
 def test_a_quant_that_suits_the_memory_better(chosen, memory, wanted):
     assert Quants(SIZES, (chosen,)).note(memory * GB) == wanted
+
+
+def test_parts_of_a_model_on_another_drive_count(tmp_path):
+    """Also those of the model that is to run; other models count where all of their parts are."""
+    here, there = tmp_path / "a", tmp_path / "b"
+    sizes = {"a/Tiny-Q8_0-00001-of-00002": 1, "b/Tiny-Q8_0-00002-of-00002": 7, "a/Tiny-Q4_0": 5}
+    for name, size in (sizes | {"a/Tiny-Q6_K-00001-of-00002": 6}).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.gguf").write_bytes(bytes(size))
+    eight = [here / "Tiny-Q8_0-00001-of-00002.gguf", there / "Tiny-Q8_0-00002-of-00002.gguf"]
+    assert Quants.beside(eight).note(100) == ""
+    assert Quants.beside(eight).note(9).startswith("Tiny-Q4_0 (0.0 GB) fits in memory; Tiny-Q8_0 (0.0 GB) is")
+    assert Quants.beside([here / "Tiny-Q4_0.gguf"]).note(100) == ""
 
 
 def test_the_note_is_one_line_of_a_plan(tmp_path, capfd):

@@ -8,6 +8,7 @@ from test_docs import refusal
 
 from moeflux_mlx import models
 from moeflux_mlx.cli.known_models import COMFORTABLE
+from moeflux_mlx.families.registry import GGUF
 from moeflux_mlx.plan import describe_variant
 from moeflux_mlx.planning.machine import default_dtype
 from moeflux_mlx.spec import ModelArgs, variants
@@ -45,6 +46,17 @@ def test_models_that_do_not_fit_come_last(capsys):
 def test_the_list_says_how_to_open_a_gguf(capsys):
     last = said(capsys, "--ram-gb=6", INSTANT).splitlines()[-1]
     assert "moeflux chat --model ORG/NAME:QUANT prints the size first" in last
+
+
+def test_models_with_gguf_files_by_architecture(capsys):
+    out = said(capsys, "--gguf", INSTANT)
+    rows = [line.split() for line in out.split("\n\n")[0].splitlines()[1:]]
+    assert {row[0] for row in rows} == set(GGUF) and rows == sorted(rows, key=lambda row: (row[0], float(row[-1])))
+    assert {row[1]: row[0] for row in rows} == {
+        fit["name"]: fit["architecture"] for fit in listed(capsys, INSTANT) if fit["architecture"]
+    }
+    assert ["deepseek2", "kimi-k2.6"] in [row[:2] for row in rows] and "solar" not in out
+    assert max(map(len, out.splitlines())) <= 100
 
 
 def test_a_context_of_no_tokens_is_refused(capsys):

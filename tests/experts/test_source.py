@@ -606,10 +606,6 @@ class LoaderMachine(RuleBasedStateMachine):
             return
         assert np.array_equal(got, self.truth[layer][ids])
 
-    @rule(layer=layers)
-    def wait_for(self, layer):
-        self.loader.wait_for(layer)
-
     @rule()
     def drain(self):
         self.loader.drain()

@@ -110,6 +110,7 @@ SIZES = {
     "dots3-note-prev-280b-a15b": (13271040, 3397386240, 45, 142.38),
     "muse-spark-816b-a42b": (28311552, 7247757312, 62, 418.50),
     "a.x-k2-light-20b": (1769472, 226492416, 47, 9.91),
+    "inkling-2-mini-26b": (4489216, 574619648, 24, 12.84),
     "inkling-2-small-594b-a19b": (17924096, 6882852864, 48, 307.69),
     "inkling-small-276b-a12b": (14155776, 3623878656, 40, 135.0),
     "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
@@ -758,6 +759,8 @@ def small(config):
             sparse[name] = (sparse[name] * 4)[:4]
     if body.get("ngram_vocab_size_base"):
         body["ngram_vocab_size_base"] = 50
+    if "loop_config" in body:
+        body["loop_config"]["core_end"] = 4
     return config
 
 

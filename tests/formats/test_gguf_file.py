@@ -9,6 +9,7 @@ import pytest
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.formats import gguf_file
 from moeflux_mlx.formats.gguf_file import open_gguf
+from moeflux_mlx.formats.gguf_names import heads_of, models_in
 from moeflux_mlx.opening.locate import locate
 
 gguf = pytest.importorskip("gguf")
@@ -221,10 +222,28 @@ def test_a_directory_with_one_model(tmp_path):
 
 def test_models_that_differ_in_the_number_of_files():
     two, three = ([f"a-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)] for count in (2, 3))
-    assert gguf_file.models_in(two) == {"a": two}
-    assert gguf_file.models_in([*two, "b.gguf"]) == {"a": two, "b": ["b.gguf"]}
+    assert models_in(two) == {"a": two}
+    assert models_in([*two, "b.gguf"]) == {"a": two, "b": ["b.gguf"]}
     known = {"a": ["a.gguf"], "a-00001-of-00002": two, "a-00001-of-00003": three}
-    assert gguf_file.models_in([*three, "a.gguf", *two]) == known
+    assert models_in([*three, "a.gguf", *two]) == known
+
+
+@pytest.mark.parametrize(
+    "model, heads",
+    [
+        ("a-Q8_0", ["mtp-a-Q8_0"]),
+        ("a-UD-Q3_K_XL", ["mtp-a-Q4_0"]),  # the smallest
+        ("a", ["mtp-a-Q4_0"]),
+        ("b-Q8_0", ["mtp-a-BF16", "mtp-a-Q4_0", "mtp-a-Q8_0", "mtp-c"]),
+        ("c-IQ2_S", ["mtp-c"]),
+        ("more/a-Q8_0", ["more/mtp-x-00001-of-00002"]),
+        ("other/a-Q8_0", []),
+    ],
+)
+def test_which_draft_head_is_a_model_s_own(model, heads):
+    sizes = {"mtp-a-BF16.gguf": 4, "mtp-a-Q8_0.gguf": 3, "mtp-a-Q4_0.gguf": 2, "mtp-c.gguf": 1, "mmproj-a-Q8_0.gguf": 1}
+    sizes |= {f"more/mtp-x-0000{i}-of-00002.gguf": 1 for i in (1, 2)} | {f"{model}.gguf": 9}
+    assert [files[0].removesuffix(".gguf") for files in heads_of([f"{model}.gguf"], sizes)] == heads
 
 
 def test_without_the_extra(tmp_path, monkeypatch):

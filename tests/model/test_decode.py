@@ -68,6 +68,7 @@ def resident_model(monkeypatch, request):
         "cohere2_moe",
         "inkling",
         "inkling2",
+        "inkling2_loop",
         "longcat_flash",
         "mistral_large4",
         *SOME_CHOOSING,
@@ -120,10 +121,8 @@ def attending(model):
         *map(full, ("deepseek_v4", "qwen3_moe", "qwen3_next", "nemotron_h", "qwen4_exp", "glm5_next", "minimax_m3_vl")),
         *map(full, ("ernie4_5_moe", "afmoe", "flint", "kolibri1", "qwen2_moe", "olmoe", "mixtral")),
         *map(full, ("bailing_hybrid", "kimi_linear", "beam", "hy_v4", "kimi_k3")),
-        *map(
-            full,
-            ("granitemoehybrid", "llama4", "cohere2_moe", "longcat_flash", "mistral_large4", "inkling", "inkling2"),
-        ),
+        *map(full, ("inkling2", "inkling2_loop")),
+        *map(full, ("granitemoehybrid", "llama4", "cohere2_moe", "longcat_flash", "mistral_large4", "inkling")),
     ],
 )
 def test_tokens_on_kernels_equal_those_on_plain_operations(monkeypatch, family, small_products):
@@ -221,6 +220,7 @@ MOST |= {"dots3_note": 32, ("dots3_note", 1): 20}  # MLX's operations attend to 
 MOST |= {
     "inkling": 40,
     "inkling2": 90,
+    "inkling2_loop": 90,
 }  # biases by distance and convolutions are MLX's operations
 MOST |= {"bailing_hybrid": 12}  # four gates would put rows where kernels cannot read them
 MOST |= {"llama4": 11}  # the input of its experts is scaled

@@ -78,6 +78,7 @@ def test_logits_match_hugging_face(monkeypatch, family, computing):
 
 # ---- mistakes that a reader of these families can make: each must exceed the tolerance
 
+LOOP = goldens.text_config("inkling2_loop")["loop_config"]
 SPARSE = goldens.text_config("minimax_m3_vl")["sparse_attention_config"]
 GEMMAS = goldens.text_config("gemma4")["rope_parameters"]
 LINEAR = goldens.text_config("glm5_next")["linear_attn_config"]
@@ -282,6 +283,7 @@ IGNORED = [
     *(("inkling2", {name: None}) for name in ("qk_l2_clip_threshold", "rel_l2_clip_threshold", "route_scale")),
     *(("inkling2", {name: None}) for name in ("mlp_gate_softcap", "mlp_up_softcap", "final_logit_softcapping")),
     *(("inkling2", {name: None}) for name in ("log_scaling_n_floor", "rms_norm_eps")),
+    ("inkling2_loop", {"loop_config": {**LOOP, "num_passes": 2}}),
     *(("inkling", {name: None}) for name in ("log_scaling_n_floor", "log_scaling_alpha", "route_scale")),
     *(("inkling", {name: None}) for name in ("logits_mup_width_multiplier", "rms_norm_eps")),
     ("lfm2_moe", {"norm_eps": None}),
@@ -347,7 +349,7 @@ BIASED += (
 )
 BIASED += ("kimi_k3", "sarvam_moe", "sarvam_mla", "dots1")
 BIASED += ("deepseek_v41", "longcat_flash", "k2_horizon", "axk2", "dots3_note", "muse_spark", "inkling")
-BIASED += ("inkling2",)
+BIASED += ("inkling2", "inkling2_loop")
 
 
 @pytest.mark.parametrize("family", BIASED)

@@ -77,7 +77,7 @@ class Rough:
             self.pool.drop(key)
         every = [(layer, expert) for layer in range(len(self.model.layers)) for expert in range(16)]
         self.source.hint(self.rng.sample(every, 12))
-        self.source.drain()
+        self.source.reads.take_in(self.source.in_flight)
 
     def cut(self):
         self.limit = self.rng.choice([self.source.pools.nbytes // 2, self.source.pools.nbytes * 3 // 4, MOST])

@@ -27,6 +27,7 @@ STARTS = {
     "glm_moe_dsa": 14,
     "inkling": 12,
     "inkling2": 12,
+    "inkling2_loop": 12,
     "lfm2_moe": 3,
     "minimax_m3_vl": 21,
     "nemotron_h": 16,

@@ -123,6 +123,7 @@ def plain_model(family):
                 "kimi_k3",
                 "inkling",
                 "inkling2",
+                "inkling2_loop",
                 "deepseek_v41",
                 "llama4",
                 "cohere2_moe",

@@ -236,10 +236,10 @@ def test_what_mlx_vlm_joins_of_inkling(tmp_path):
         load_model(write(tmp_path / "nvfp4", config, tensors), dtype=mx.float32)
 
 
-def _nvfp4_experts(rng, named):
-    """Returns MLX's experts of Inkling's layers 1 to 3 in nvfp4, and their forms."""
+def _nvfp4_experts(rng, named, layers=(1, 2, 3)):
+    """Returns MLX's experts of Inkling's layers in nvfp4, and their forms."""
     made, forms = {}, {}
-    for layer in (1, 2, 3):
+    for layer in layers:
         for name, (rows, columns) in {"gate": (64, 128), "up": (64, 128), "down": (128, 64)}.items():
             path = named(f"model.layers.{layer}.mlp.switch_mlp.{name}_proj", name)
             codes = rng.integers(0, 256, (9, rows, columns // 2), np.uint8)
@@ -299,6 +299,40 @@ def test_experts_of_inkling2_as_published_in_mxfp8(tmp_path):
     stated = {**goldens.config(family), "quantization": {"group_size": 64, "bits": 4, **forms}}
     found = packed(write(tmp_path / "theirs", published, theirs), recipe="uniform")
     wanted = packed(write(tmp_path / "mlx", stated, ours), recipe="uniform")
+    assert np.array_equal(logits(found, family), logits(wanted, family))
+
+
+@pytest.mark.parametrize("count", [(), (9,)])
+def test_experts_of_inkling2_loop_as_published(tmp_path, count):
+    """In nvfp4, whose factor of an expert is a quotient by one number for all experts or one for each; the last layer
+    has floats."""
+    family, rng, layers = "inkling2_loop", np.random.default_rng(3), range(6)
+    ours, forms = _nvfp4_experts(
+        rng, lambda path, name: f"language_model.{path.replace('model.', 'model.llm.')}", layers
+    )
+    kept = lambda name: ".mlp.experts." not in name or ".layers.6." in name  # noqa: E731
+    theirs = {name: one for name, one in goldens.hub_tensors(family).items() if kept(name)}
+    for layer in layers:
+        stem = f"model.llm.layers.{layer}.mlp.experts."
+        path = f"language_model.model.llm.layers.{layer}.mlp.switch_mlp."
+        below = rng.uniform(1, 2, count).astype(np.float32)
+        for name, parts in {"w13": ("gate", "up"), "w2": ("down",)}.items():
+            most = rng.uniform(20, 40, 9).astype(np.float32)
+            for ending, part, kind in (("", "weight", "U8"), ("_scale", "scales", "F8_E4M3")):
+                rows = [ours[f"{path}{one}_proj.{part}"][1].view(np.uint8) for one in parts]
+                rows = np.stack(rows, axis=2).reshape(9, len(parts) * rows[0].shape[1], -1)
+                theirs[f"{stem}{name}_weight{ending}"] = kind, rows
+            theirs[f"{stem}{name}_weight_amax"] = "F32", most
+            theirs[f"{stem}{name}_weight_outer_scale_denominator"] = "F32", below * np.float32(4096)
+            for one in parts:
+                ours[f"{path}{one}_proj.global_scale"] = "F32", most / (below * np.float32(4096)) * np.float32(448 * 6)
+                forms[f"{path}{one}_proj"]["global_scale"] = True
+    rest = {
+        name: one for name, one in goldens.mlx_tensors(family).items() if ".switch_mlp." not in name or ".6." in name
+    }
+    stated = {**goldens.config(family), "quantization": {"group_size": 64, "bits": 4, **forms}}
+    found = packed(write(tmp_path / "theirs", goldens.config(family), theirs), recipe="uniform")
+    wanted = packed(write(tmp_path / "mlx", stated, rest | ours), recipe="uniform")
     assert np.array_equal(logits(found, family), logits(wanted, family))
 
 

@@ -15,7 +15,7 @@ from tiny_models import on_cpu
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.families.gguf import Metadata, renamed_tensor
 from moeflux_mlx.families.gguf_rope import llama3_scaling
-from moeflux_mlx.families.registry import FAMILIES, GGUF
+from moeflux_mlx.families.registry import FAMILIES, GGUF, architecture_of
 from moeflux_mlx.formats.gguf_file import open_gguf
 from moeflux_mlx.kinds import Llama3
 from moeflux_mlx.opening.engine import load_model
@@ -78,6 +78,13 @@ def hub_checkpoint(path, family):
     config.get("text_config", config).update(PUBLISHED.get(family, {}))
     file.write_text(json.dumps(config))
     return path
+
+
+def test_the_architecture_of_a_model_is_known_without_a_file():
+    for family, architecture in gguf_models.ARCHITECTURES.items():
+        types = (config["model_type"] for config in (goldens.config(family), goldens.text_config(family)))
+        assert architecture_of(*types) == architecture, family
+    assert architecture_of("solar_open") is None
 
 
 @pytest.mark.parametrize("family", gguf_models.OWN)

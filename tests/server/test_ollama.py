@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -138,6 +139,18 @@ def test_a_request_to_load_recalls_an_earlier_one_to_unload():
         loads.may_answer.set()
         assert running.result().message.content == "a"
         assert [client.chat("a", HI).message.content for _ in range(2)] == ["a", "a"] and loads.order == ["a"]
+
+
+def test_a_model_that_is_being_loaded_is_unloaded_as_soon_as_it_is_loaded():
+    loads, may_load = Loads("a", "b"), threading.Event()
+    slow = {"a": loads.of["a"], "b": lambda: may_load.wait(60) and loads.load("b")}
+    with Live(slow) as live, client_library.Client(host=live.url) as client, ThreadPoolExecutor(1) as clients:
+        asked = clients.submit(client.chat, "b", [])
+        wait_for(lambda: statuses(live)["b"] == "loading")
+        assert client.chat("b", [], keep_alive=0).done_reason == "unload"
+        may_load.set()
+        assert asked.result().done_reason == "load"
+        wait_for(lambda: statuses(live)["b"] == "unloaded" and loads.engines["b"].experts.closed)
 
 
 def test_clients_see_the_models(live, client):

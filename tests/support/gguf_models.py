@@ -299,10 +299,10 @@ def _write_metadata(writer, family):
             writer.add_key_value(key, value, *(gguf.GGUFValueType[kind] for kind in kinds))
 
 
-def write_head(path, family, type_of):
+def write_head(path, family, type_of, **options):
     """Writes a draft head alone, with types as `write_gguf`."""
     head = converted_gguf.HEAD + family
-    writer = gguf.GGUFWriter(str(path), ARCHITECTURES[family])
+    writer = gguf.GGUFWriter(str(path), ARCHITECTURES[family], **options)
     _write_tokenizer(writer, goldens.text_config(family)["vocab_size"])
     _write_metadata(writer, head)
     for seed, (name, _, array, *_) in enumerate(converted_gguf.pieces(head, converted_gguf.hub_weights(head))):

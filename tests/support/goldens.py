@@ -46,7 +46,12 @@ FAMILIES, KIN = (
     tuple(sorted(path.name for path in folder.iterdir() if path.is_dir())) for folder in (FIXTURES, FIXTURES_OF_KIN)
 )
 TRANSPOSED = ("qwen3_vl_moe", "gpt_oss", "llama4")  # their fused experts are [E, in, out]
-INTERLEAVED = ("gpt_oss", "inkling", "inkling2")  # in their fused experts, rows of gate and up alternate
+INTERLEAVED = (
+    "gpt_oss",
+    "inkling",
+    "inkling2",
+    "inkling2_loop",
+)  # in their fused experts, rows of gate and up alternate
 ZERO_CENTRED = ("step3p5", "qwen4_exp", "minimax_m3_vl", "muse_spark")  # their norms are stored as weight - 1
 PLAIN_NORM = {"muse_spark": "model.language_model.norm.weight"}  # all but this one
 STACKS = {
@@ -123,7 +128,13 @@ MLX_NAMES = {
         *((".gate.weight", ".gate_weight"), (".gate.bias", ".e_score_correction_bias"), (".w2_md.", ".down_proj.")),
         (".gate.global_scale", ".global_scale"),
     ),
-    "inkling2": ((".weight_proj", ".weight_proj.weight"),),  # no package has it for MLX
+    **dict.fromkeys(  # no package has them for MLX
+        ("inkling2", "inkling2_loop"),
+        (
+            (".weight_proj", ".weight_proj.weight"),
+            *((f".{one}_weight", f".{one}_proj.weight") for one in ("down", "forget", "gain")),
+        ),
+    ),
     "minimax_m3_vl": ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
     **dict.fromkeys(
         ("nemotron_h", "nemotron_h_latent"),
@@ -311,8 +322,8 @@ def _kind(family, name):
     kinds |= {"embeddings.weight": "embed", "norm_f.weight": "norm", ".D": "norm"}
     kinds |= dict.fromkeys(("norm_key.weight", "norm_query.weight", "norm_conv.weight"), centred)
     kinds |= {".llm.embed.weight": "embed", "sconv.weight": "conv", "static_w": "conv", "_clip.scale": "norm"}
-    kinds |= {"output_query": "embed"}
-    if "_queries." in name:
+    kinds |= {"output_query": "embed", ".forget_weight": "gate", ".gain_weight": "gate"}
+    if "_queries" in name:
         return "embed"
     kinds |= {"A_log": "A_log", "dt_bias": "dt_bias", "conv1d.weight": "conv", "conv.conv.weight": "conv"}
     kinds |= dict.fromkeys(INTEGERS, "integers")
@@ -363,7 +374,7 @@ def skipped_tensors(family):
 def _skipped_of_kin(family):
     """Returns a layer that drafts, an image encoder if there is one, and a router's bias for images."""
     c = text_config(family)
-    if family in ("inkling", "inkling2"):
+    if family in ("inkling", "inkling2", "inkling2_loop"):
         names = ("mtp.layers.0.attn.wq_du.weight", "visual.layers.linear_0.weight", "audio.encoder.weight")
         return {f"model.{name}": (128, 32) for name in names}
     root, count = _root(family), c.get("num_hidden_layers") or 2 * c["num_layers"]
@@ -444,7 +455,7 @@ def quantised_bits(family, name):
         return 0
     if (
         name.endswith(("rel_logits_proj.proj", "global_scale", "static_w", "_clip.scale", "_query"))
-        or "_queries." in name
+        or "_queries" in name
     ):
         return 0
     if name.endswith(
@@ -496,6 +507,7 @@ KINDS = {
     "embed": (0, 1),
     "linear": (0, 1),
     "router": (0, 3),
+    "gate": (0, 0.0125),
     "norm": (1, 0.2),
     "centred_norm": (0, 0.2),
     "conv": (0, 0.5),

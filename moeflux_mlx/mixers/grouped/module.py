@@ -309,11 +309,14 @@ class Attention(MixerModule):
 
 
 class AttentionOfInputs(Attention):
-    """Attention whose queries, keys and values have inputs of their own, side by side, each with its norm."""
+    """Attention whose queries, keys and values have inputs of their own, side by side, each with its norm, or which may
+    have them or one input, with the layer's norm (`parted`).
+    """
 
     def __init__(self, mixer: GroupedQuery, hidden_size: int, eps: float):
         super().__init__(mixer, hidden_size, eps)
-        self.q_input_norm, self.k_input_norm, self.v_input_norm = (RMSNorm(hidden_size, eps) for _ in range(3))
+        if mixer.inputs > 1:
+            self.q_input_norm, self.k_input_norm, self.v_input_norm = (RMSNorm(hidden_size, eps) for _ in range(3))
 
     def _stack_inputs(self) -> None:
         more = {name: self[layer] for name, layer in BESIDE.items() if layer in self}
@@ -327,9 +330,11 @@ class AttentionOfInputs(Attention):
         )
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
-        width = x.shape[-1] // 3
-        norms = self.q_input_norm, self.k_input_norm, self.v_input_norm
-        parts = zip(self._own, split(x, width, 2 * width), norms, strict=True)
+        width = self.q_proj.shape[1]
+        inputs: Sequence[AnyArray] = [x] * 3 if x.shape[-1] == width else split(x, width, 2 * width)
+        has_own = self.mixer.inputs > 1
+        norms = [self.q_input_norm, self.k_input_norm, self.v_input_norm] if has_own else [norm] * 3
+        parts = zip(self._own, inputs, norms, strict=True)
         return [output for stack, own, of_own in parts for output in stack(own, of_own)[1]]
 
     def _named(self, parts: Sequence[AnyArray]) -> tuple[Any, dict[str, Any]]:
@@ -338,5 +343,5 @@ class AttentionOfInputs(Attention):
 
 def make_module(mixer: GroupedQuery, hidden_size: int, eps: float, forms: frozenset[str]) -> nn.Module:
     """The module of a layer with this mixer, for hidden states of `hidden_size` values."""
-    kind = Attention if mixer.inputs == 1 else AttentionOfInputs
+    kind = AttentionOfInputs if mixer.inputs > 1 or mixer.parted else Attention
     return kind(mixer, hidden_size, eps)

@@ -64,6 +64,7 @@ class GroupedQuery(Mixer):
         relative: the bias of scores by distance; None: there is none.
         convolution: what keys and values, side by side, pass before their norms; None: nothing.
         branches, inputs: as of all mixers; several inputs are those of queries, of keys and of values.
+        parted: whether its layer may give it three inputs instead of one, for all of which it has the same norm.
         kv_bits: bits to which a cache rounds keys and values, 8; None: unchanged. It is not a field of config.json but
             chosen when a model is loaded.
     """
@@ -97,6 +98,7 @@ class GroupedQuery(Mixer):
     inputs: int = 1
     clip: float = 0.0
     token_sinks: bool = False
+    parted: bool = False
 
     @property
     def attention(self) -> Attending:
