@@ -130,16 +130,15 @@ def _turned_share(slowed: Sequence[float], width: int) -> float:
 
 def _gguf(read: Metadata) -> JsonDict:
     """A file without `rope_freqs.weight` is of a published model, of which the first quarter of a wide head rotates."""
-    kinds = [SLIDING if slides else FULL for slides in read.each_layer("attention.sliding_window_pattern", bool)]
-    kv_heads, narrow = read.each_layer("attention.head_count_kv", int), read.count("attention.key_length_swa")
-    if len(set(zip(kinds, kv_heads, strict=True))) != len(set(kinds)):
-        raise ConfigError("GGUF metadata gemma4.attention.head_count_kv differs between layers of one kind")
+    windows, narrow = read.each_layer("attention.sliding_window_pattern", bool), read.count("attention.key_length_swa")
+    kinds = [SLIDING if slides else FULL for slides in windows]
+    kv_heads, kv_heads_swa = read.of_each_kind("attention.head_count_kv", windows)
     read.must_equal("rope.dimension_count_swa", narrow)
     read.must_equal("attention.value_length_swa", narrow)
     read.must_be_unscaled()
     wide = read.head_width(1)
     read.must_equal("rope.dimension_count", wide)
-    of_kind, theta = dict(zip(kinds, kv_heads, strict=True)), read.number("rope.freq_base_swa", 1e4)
+    theta = read.number("rope.freq_base_swa", 1e4)
     return {
         **read.sizes(),
         "enable_moe_block": True,
@@ -151,8 +150,8 @@ def _gguf(read: Metadata) -> JsonDict:
         "num_kv_shared_layers": read.count("attention.shared_kv_layers", 0),
         "layer_types": kinds,
         "num_attention_heads": read.of_layers("attention.head_count", read.layers),
-        "num_key_value_heads": of_kind.get(SLIDING, 1),
-        "num_global_key_value_heads": of_kind.get(FULL, 1),
+        "num_key_value_heads": kv_heads_swa,
+        "num_global_key_value_heads": kv_heads,
         "head_dim": narrow,
         "global_head_dim": wide,
         "attention_k_eq_v": FULL in kinds and f"blk.{kinds.index(FULL)}.attn_v.weight" not in read.tensors,

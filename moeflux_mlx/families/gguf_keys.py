@@ -191,6 +191,22 @@ class Keys:
         value = self._value(f"{self.architecture}.{key}")
         return self.each_layer(key, int) if isinstance(value, list) else [self.count(key)] * self.layers
 
+    def of_each_kind(self, key: str, windows: Sequence[bool]) -> tuple[int, int]:
+        """An integer of the layers without a window, and that of those with one; of a kind that has no layers, the
+        first layer's.
+
+        Args:
+            windows: which layers have a window.
+
+        Raises:
+            ConfigError: layers of one kind differ.
+        """
+        counts = self.of_each(key)
+        of_kind = dict(zip(windows, counts, strict=True))
+        if len(set(zip(windows, counts, strict=True))) > len(of_kind):
+            raise ConfigError(f"GGUF metadata {self.architecture}.{key} differs between layers of one kind")
+        return of_kind.get(False, counts[0]), of_kind.get(True, counts[0])
+
     def each_number(self, key: str) -> list[float] | None:
         """The floats of a key that has one for each layer; None: it is missing."""
         values = self.each_layer(key, float, [])

@@ -1,6 +1,5 @@
 """MiMo-V2-Flash and V2.6: all layers but a few have a window, with sinks and another number of key heads."""
 
-from ..errors import ConfigError
 from ..files import JsonDict
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import (
@@ -85,10 +84,8 @@ FAMILIES = {"mimo_v2_flash": MIMO, "mimo_v2": MIMO}
 def _gguf(read: Metadata) -> JsonDict:
     """llama.cpp always normalises the routing weights of this architecture, as the published models do. Its windows
     have a position less than transformers'."""
-    kinds, heads = read.windows(6), read.of_each("attention.head_count_kv")
-    of_kind = {slides: count for slides, count in zip(kinds, heads, strict=True)}
-    if any(of_kind[slides] != count for slides, count in zip(kinds, heads, strict=True)):
-        raise ConfigError("GGUF metadata mimo2.attention.head_count_kv differs between layers of one kind")
+    kinds = read.windows(6)
+    kv_heads, kv_heads_swa = read.of_each_kind("attention.head_count_kv", kinds)
     sinks = {kinds[i] for i in range(read.layers) if f"blk.{i}.attn_sinks.weight" in read.tensors}
     width, theta = read.count("attention.key_length"), read.theta()
     return {
@@ -96,8 +93,8 @@ def _gguf(read: Metadata) -> JsonDict:
         **read.noaux(),
         "norm_topk_prob": True,
         "num_attention_heads": read.of_layers("attention.head_count", read.layers),
-        "num_key_value_heads": of_kind.get(False, heads[0]),
-        "swa_num_key_value_heads": of_kind.get(True, heads[0]),
+        "num_key_value_heads": kv_heads,
+        "swa_num_key_value_heads": kv_heads_swa,
         "head_dim": width,
         "v_head_dim": read.count("attention.value_length", width),
         "rope_theta": theta,

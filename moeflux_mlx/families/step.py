@@ -120,17 +120,19 @@ FAMILIES = {"step3p5": Family(_step3p5, ZERO_CENTRED, RENAMES)}
 
 def _gguf(read: Metadata) -> JsonDict:
     """Of layers without a window half of a head rotates, by published configurations and in llama.cpp."""
-    kinds = [SLIDING if slides else FULL for slides in read.windows(4)]
+    windows = read.windows(4)
+    kinds = [SLIDING if slides else FULL for slides in windows]
     read.must_have(expert_gating_func=SIGMOID, moe_every_n_layers=1)
     width, theta, dense = read.head_width(1), read.theta(), read.count("leading_dense_block_count", 0)
     read.must_equal("rope.dimension_count", width)
     theta_of = {FULL: theta, SLIDING: read.number("rope.freq_base_swa", theta)}
-    heads, kv_heads = _gguf_heads(read, kinds, "head_count"), _gguf_heads(read, kinds, "head_count_kv")
-    other = {"num_attention_heads": heads[SLIDING], "num_attention_groups": kv_heads[SLIDING], "head_dim": width}
+    heads, heads_swa = read.of_each_kind("attention.head_count", windows)
+    kv_heads, kv_heads_swa = read.of_each_kind("attention.head_count_kv", windows)
+    other = {"num_attention_heads": heads_swa, "num_attention_groups": kv_heads_swa, "head_dim": width}
     return {
         **read.sizes(),
-        "num_attention_heads": heads[FULL],
-        "num_attention_groups": kv_heads[FULL],
+        "num_attention_heads": heads,
+        "num_attention_groups": kv_heads,
         "attention_other_setting": other,
         "head_dim": width,
         "layer_types": kinds,
@@ -150,19 +152,6 @@ def _gguf(read: Metadata) -> JsonDict:
         "swiglu_limits": read.each_number("swiglu_clamp_exp"),
         "swiglu_limits_shared": read.each_number("swiglu_clamp_shexp"),
     }
-
-
-def _gguf_heads(read: Metadata, kinds: list[str], name: str) -> dict[str, int]:
-    """Heads by the kind of layer.
-
-    Raises:
-        ConfigError: layers of a kind differ.
-    """
-    counts = read.of_each(f"attention.{name}")
-    of_kind = dict(zip(kinds, counts, strict=True))
-    if any(of_kind[kind] != count for kind, count in zip(kinds, counts, strict=True)):
-        raise ConfigError(f"GGUF metadata step35.attention.{name} differs between layers of one kind")
-    return {kind: of_kind.get(kind, counts[0]) for kind in (FULL, SLIDING)}
 
 
 def _gguf_scaling(read: Metadata, width: int, theta: float) -> JsonDict | None:
