@@ -311,3 +311,15 @@ def test_a_list_of_layers_that_are_recurrent(kinds):
     architecture, metadata, *tensors = described("qwen3_next")
     _, args = config_of(architecture, {**metadata, "qwen3next.attention.recurrent_layers": kinds}, *tensors)
     assert [hasattr(mixer, "taps") for mixer in args.mixers] == kinds
+
+
+def test_heads_differ_by_the_kind_of_layer_alone():
+    keys = {"general.architecture": "step35", "step35.block_count": 3}
+
+    def heads(counts, windows):
+        return Metadata({**keys, "step35.attention.head_count": counts}).of_each_kind("attention.head_count", windows)
+
+    assert heads([4, 2, 4], [True, False, True]) == (2, 4) and heads(6, [True, False, True]) == (6, 6)
+    assert heads([4, 4, 4], [True] * 3) == (4, 4)
+    with pytest.raises(ConfigError, match="step35.attention.head_count differs between layers of one kind"):
+        heads([4, 2, 3], [True, False, True])
