@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     facts, with_disk = Facts(options.directory), not options.no_disk
     if options.report is None:
         return reporting.print_screen(facts, with_disk)
-    return reporting.write_report(facts, with_disk, options.report)
+    return reporting.write_report(facts, with_disk, options.report, {"pools": soak.compared})
 
 
 def print_launches(options: argparse.Namespace) -> int:
@@ -121,6 +121,7 @@ def parser() -> argparse.ArgumentParser:
         help="instead, run --model (default: demo) with three clients while the pool of experts is cut and grows, and "
         f"save what is seen in {soak.FILE}, to send",
     )
+    made.add_argument("--sleep", action="store_true", help="with --soak on a Mac: then sleep, and go on after waking")
     made.add_argument("--wired", choices=WIRED, default="pool", help="with --soak: as of the other commands")
     made.add_argument("--backend", choices=BACKENDS, help="with --launches: the backend; default: this machine's")
     return made

@@ -42,7 +42,7 @@ from .packing.tables import SMALL_GROUP
 from .planning.budget import Planner
 from .planning.demand import Demand
 from .planning.expert_io import from_environment
-from .planning.forecast import TokenWork, expected
+from .planning.forecast import TokenWork, expected, uniform
 from .planning.kv_bits import keeping, state_lines
 from .planning.machine import default_dtype, in_gb
 from .planning.memory_plan import MemoryPlan
@@ -215,8 +215,12 @@ def forecast_lines(plan: MemoryPlan, work: TokenWork, disk: int) -> list[str]:
     kept = kept_rates()
     if kept is None:
         return ["forecast: moeflux doctor measures this machine first; moeflux models has typical values"]
-    made = expected(plan, work, replace(kept, disk=disk))
-    return [f"forecast: {made} tokens/s in a text, {made.middle:.3g} in the middle"]
+    rates = replace(kept, disk=disk)
+    made = expected(plan, work, rates)
+    lines = [f"forecast: {made} tokens/s in a text, {made.middle:.3g} in the middle"]
+    if plan.pool:
+        lines.append(f"forecast if a router uses all experts equally often: {uniform(plan, work, rates)}")
+    return lines
 
 
 def table_lines(args: ModelArgs, tables: Mapping[int, TableFiles]) -> list[str]:

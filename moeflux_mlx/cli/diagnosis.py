@@ -29,9 +29,10 @@ from ..kept.rates import keep_rates, kept_rates
 from ..opening.engine import Engine
 from ..ops import backend, native
 from ..ops.chips import M5_GENERATION, generation_of
+from ..ops.launch import MOST_THREADS
 from ..planning.machine import Figures, default_dtype, in_gb, machine_figures, used_memory
 from ..planning.settings import chip, physical_ram_bytes
-from ..tools.checkup import check_operations, runs_on
+from ..tools.checkup import ASKED, check_operations, runs_on, thread_limits
 from ..tools.demo_check import BOUND, NATS, open_demo, story_rows
 from ..tools.kernels import Built, compiled_in_time, programs_of_variants
 from ..tools.rates import measure_rates
@@ -76,7 +77,7 @@ class Facts:
         """What finds each fact, by title; with `whole` also those that take minutes."""
         return {
             "machine": self.machine,
-            "matrix units": lambda: (matrix_lines(), True),
+            "threads and matrix units": lambda: ([*thread_lines(), *matrix_lines()], True),
             "values": lambda: value_lines(default_dtype()),
             **({"disk": self.disk} if with_disk else {}),
             "memory": self.memory,
@@ -207,6 +208,15 @@ def missing_lines() -> list[str]:
         if absent:
             lines.append(f"missing   {' and '.join(absent)}: {install_command(extra)}")
     return lines
+
+
+def thread_lines() -> list[str]:
+    """Lines on the threads that Metal allows in a threadgroup, and those that the kernels use."""
+    if backend.name() != "metal":
+        return []
+    alone, named = thread_limits()
+    granted = f"Metal allows a kernel with many registers {alone} of {ASKED}, {named} if its source declares them"
+    return [f"threads   the kernels ask for at most {MOST_THREADS['metal']} in a threadgroup; {granted}"]
 
 
 def matrix_lines() -> list[str]:

@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -44,9 +44,9 @@ def print_screen(facts: Facts, with_disk: bool) -> int:
     return 0 if is_right else 1
 
 
-def write_report(facts: Facts, with_disk: bool, name: str) -> int:
-    """Prints all facts, and keeps what there is in the file `name`, so that a crash loses only its own part. Returns 1
-    if something is wrong or failed.
+def write_report(facts: Facts, with_disk: bool, name: str, more: Mapping[str, Callable[[], Finding]]) -> int:
+    """Prints all facts, `more` parts last, and keeps what there is in the file `name`, so that a crash loses only its
+    own part. Returns 1 if something is wrong or failed.
     """
     path, kept, faults = file_to_write("--report", name), list[str](), list[str]()
 
@@ -56,7 +56,7 @@ def write_report(facts: Facts, with_disk: bool, name: str) -> int:
         kept.append(text)
 
     add(f"moeflux {full_version()}", f"made by moeflux doctor --report, {time.strftime('%Y-%m-%d')}")
-    for title, part in facts.table(with_disk, whole=True).items():
+    for title, part in {**facts.table(with_disk, whole=True), **more}.items():
         note(f"{title} ...")
         save(path, [*kept, f"\n{title}: began, and the program ended before it did"])
         lines, is_right = outcome(part)

@@ -7,6 +7,9 @@ names, paths or keys.
 
 import argparse
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
@@ -22,11 +25,12 @@ from ..errors import RequestError
 from ..experts.source import ExpertLoader
 from ..experts.streamed import StreamedExperts
 from ..opening.engine import Engine, open_engine
+from ..ops import backend
 from ..planning.awake import Awake
 from ..planning.machine import in_gb, machine_figures, used_memory
 from ..tools.demo_check import open_demo
 from ..version import full_version
-from .diagnosis import POOL, first_lines, machine_lines
+from .diagnosis import Finding, first_lines, machine_lines
 from .options import file_to_write
 from .reporting import save, without_names
 from .terminal import note
@@ -38,6 +42,10 @@ ANSWERS = (24, 40, 56)  # tokens of a client's answers
 LONGEST = 400  # tokens of a conversation, which is then evicted
 EVERY, SHARES = 5.0, (1.0, 0.5, 0.75)  # seconds after which the pool gets another share of its bytes, in this order
 JUMP = 5.0  # seconds by which a wall clock must be ahead of the other one: the machine slept
+ASLEEP = 30.0  # seconds to wait after the machine was asked to sleep
+REFRESH = "MLX_METAL_RESIDENCY_REFRESH_INTERVAL_MS"  # how often MLX asks for the residency of its sets; 0: never
+COMPARED = 15.0  # seconds of each way of keeping the pool in memory, in a report
+DEMO_POOLS = {"half of the experts": 2 << 20, "all experts": 4 << 20}  # bytes of pools of the demo model
 
 
 @dataclass
@@ -111,12 +119,12 @@ class Cuts:
 
 
 class Soak:
-    """A run of a model whose pool is cut; `seconds` may be called again and again."""
+    """A run of a model, with or without `cuts` of its pool; `seconds` may be called again and again."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, cuts: bool = True):
         self.experts: ExpertLoader = engine.experts
         self._cuts = None
-        if isinstance(engine.experts, StreamedExperts):
+        if cuts and isinstance(engine.experts, StreamedExperts):
             self._cuts = engine.experts.limit = Cuts(engine.experts)
         self.clients = [Client(engine, *each) for each in zip(QUESTIONS, ANSWERS, strict=True)]
         self._loop = Loop[Answer]()
@@ -202,7 +210,7 @@ def _said(path: Path, lines: Sequence[str], *more: str, is_over: bool = False) -
 def soaked(options: argparse.Namespace) -> Generator[tuple[str, bool], None, None]:
     """Lines of a run, and whether each is right."""
     if options.model is None:
-        engine = open_demo("pread", POOL, options.wired)
+        engine = open_demo("pread", DEMO_POOLS["half of the experts"], options.wired)
     else:
         engine = open_engine(options.model, expert_io="pread", warm_start="off", wired=options.wired)
     with closing(engine.experts):
@@ -214,4 +222,43 @@ def soaked(options: argparse.Namespace) -> Generator[tuple[str, bool], None, Non
             left -= max(seen.seconds, 1e-3)
             rates.append(seen.rate)
             yield f"minute {number}, {seen.seconds:.0f} s: {seen}", not seen.others
+        if options.sleep and sys.platform == "darwin":
+            start, wall = time.monotonic(), time.time()
+            subprocess.run(["pmset", "sleepnow"], check=False)
+            time.sleep(ASLEEP)
+            yield f"the machine was asked to sleep, and slept for {slept_since(start, wall):.0f} s", True
+            seen = soak.seconds(60)
+            yield f"after it, {seen}", not seen.others
         yield f"the last minute had {rates[-1] / max(rates[0], 1e-9):.2f} of the first one's tokens/s", True
+
+
+def rate(pool: int, wired: str, seconds: float = COMPARED) -> float:
+    """Tokens per second of the demo model with so many bytes of a pool that stays as it is."""
+    engine = open_demo("pread", pool, wired)
+    with closing(engine.experts):
+        return Soak(engine, cuts=False).seconds(seconds).rate
+
+
+def compared(seconds: float = COMPARED) -> Finding:
+    """A part of the report: half and whole pool, and on a Mac what is wired and whether MLX refreshes residency."""
+    ways = [(name, pool, "pool", "") for name, pool in DEMO_POOLS.items()]
+    if backend.name() == "metal":
+        whole = DEMO_POOLS["all experts"]
+        ways += [(f"--wired {mode}", whole, mode, "") for mode in ("all", "off")]
+        ways += [("residency refreshed every 500 ms", whole, "pool", "500")]
+    lines = []
+    for name, pool, wired, refresh in ways:
+        made = _in_a_process(pool, wired, seconds, {REFRESH: refresh} if refresh else {})
+        lines.append(f"{name} in the pool: {made}" if name in DEMO_POOLS else f"{name}: {made}")
+    return lines, True
+
+
+def _in_a_process(pool: int, wired: str, seconds: float, environment: dict[str, str]) -> str:
+    """What a new process measures: MLX reads its variables once."""
+    code = f"from moeflux_mlx.cli.soak import rate; print(rate({pool}, {wired!r}, {seconds}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        return f"failed: {first_lines(done.stderr[-500:])}"
+    return f"{float(done.stdout.split()[-1]):.1f} tokens/s with three conversations"

@@ -20,7 +20,7 @@ from .fields import (
     noaux_experts,
     rotation,
 )
-from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, GgufFamily, Metadata
+from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, SIGMOID, GgufFamily, Metadata
 
 FULL, SHARED = "full", "shared"  # a layer that has an indexer, and one that takes what the last of these chose
 
@@ -122,8 +122,8 @@ def gguf_indexer(read: Metadata) -> JsonDict:
     }
 
 
-def _gguf(read: Metadata) -> JsonDict:
-    """DeepSeek-V3, Kimi K2 and GLM-4.7-Flash, whose configurations are read alike.
+def gguf_config(read: Metadata, gating: int = SIGMOID) -> JsonDict:
+    """DeepSeek-V3, Kimi K2 and GLM-4.7-Flash, whose configurations are read alike; `gating`: as of `Metadata.noaux`.
 
     Files written before llama.cpp knew groups of experts lack them; of these models only DeepSeek-V3's 61 layers of
     256 experts have any.
@@ -133,7 +133,7 @@ def _gguf(read: Metadata) -> JsonDict:
     mscale = round(10 * read.number("rope.scaling.yarn_log_multiplier", 0.0), 6)  # nothing without YaRN
     if scaling is not None:
         scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
-    config = {**read.sizes(), **read.noaux()}
+    config = {**read.sizes(), **read.noaux(gating)}
     if read.count("expert_group_count", None) is None and (read.layers, config["num_experts"]) == (61, 256):
         config |= {"n_group": 8, "topk_group": 4}
     return config | {**gguf_latent(read), "rope_theta": read.theta(), "rope_scaling": scaling}
@@ -141,7 +141,7 @@ def _gguf(read: Metadata) -> JsonDict:
 
 def _gguf_sparse(read: Metadata) -> JsonDict:
     """As DeepSeek-V3's, with indexers."""
-    return _gguf(read) | gguf_indexer(read)
+    return gguf_config(read) | gguf_indexer(read)
 
 
 LATENT_NAMES = (
@@ -160,7 +160,9 @@ OF_LATENT_HEAD = dict.fromkeys(
     "they describe the latent head, whose sizes other keys have",
 )
 GGUF = {
-    "deepseek2": GgufFamily(("deepseek_v3", "kimi_k2", "glm4_moe_lite"), _gguf, GGUF_NAMES, unread=OF_LATENT_HEAD),
+    "deepseek2": GgufFamily(
+        ("deepseek_v3", "kimi_k2", "glm4_moe_lite"), gguf_config, GGUF_NAMES, unread=OF_LATENT_HEAD
+    ),
     "deepseek32": GgufFamily(("deepseek_v32",), _gguf_sparse, GGUF_NAMES, unread=OF_LATENT_HEAD),
     "glm-dsa": GgufFamily(("glm_moe_dsa",), _gguf_sparse, GGUF_NAMES, unread=OF_LATENT_HEAD),
 }

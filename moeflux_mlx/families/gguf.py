@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..files import JsonDict
 from .gguf_rope import Rotations
 
-SIGMOID, SQRT_SOFTPLUS = 2, 4  # values of `expert_gating_func`
+SOFTMAX, SIGMOID, SQRT_SOFTPLUS = 1, 2, 4  # values of `expert_gating_func`
 
 
 class Metadata(Rotations):

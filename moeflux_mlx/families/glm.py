@@ -64,4 +64,8 @@ def _gguf(read: Metadata) -> JsonDict:
     }
 
 
-GGUF = {"glm4moe": GgufFamily(("glm4_moe",), _gguf, (*ATTENTION, *OTHER_NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}
+GGUF = {
+    "glm4moe": GgufFamily(
+        ("glm4_moe", "solar_open"), _gguf, (*ATTENTION, *OTHER_NORM, *DENSE, *EXPERTS, *SHARED_EXPERT)
+    )
+}

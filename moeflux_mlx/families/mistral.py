@@ -9,7 +9,15 @@ from typing import Any
 from ..files import JsonDict
 from ..kinds import Indexer, LayerSpec, QueryScale
 from ..mixers.latent.spec import Latent
-from .deepseek import RENAMES, SHARED, indexer_types, latent_attention
+from .deepseek import (
+    GGUF_NAMES,
+    OF_LATENT_HEAD,
+    RENAMES,
+    SHARED,
+    gguf_config,
+    indexer_types,
+    latent_attention,
+)
 from .fields import (
     Family,
     Fields,
@@ -21,6 +29,7 @@ from .fields import (
     layers,
     out_of_range,
 )
+from .gguf import SOFTMAX, GgufFamily, Metadata
 
 # Of transformers' class, where the published file leaves a field of Mistral Large 4 out.
 USUAL = {
@@ -126,6 +135,21 @@ PUBLISHED = (
     *((".wo.", ".o_proj."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
     *((".ssmax_scaling.s", ".softmax_scaling.scale"), (".ssmax_scaling.b", ".softmax_scaling.bias")),
 )
+# Of the queries' temperature, in the only published model; llama.cpp's converter leaves them out.
+BETA, LENGTH = 0.1, 8192
+
+
+def _gguf(read: Metadata) -> JsonDict:
+    """As DeepSeek-V3's, with a softmax router."""
+    config = gguf_config(read, SOFTMAX)
+    rope = {"rope_theta": config["rope_theta"], "original_max_position_embeddings": LENGTH}
+    rope |= config["rope_scaling"] or {}
+    read.must_equal("attention.temperature_length", rope["original_max_position_embeddings"])
+    beta = read.number("attention.temperature_scale", BETA)
+    return config | {"rope_parameters": {**rope, "llama_4_scaling_beta": beta}}
+
+
+GGUF = {"mistral4": GgufFamily(("mistral4",), _gguf, GGUF_NAMES, unread=OF_LATENT_HEAD)}
 FAMILIES = {
     "mistral4": Family(_mistral4, renames=RENAMES),
     "mistral_large4": Family(_mistral_large4, renames=(*PUBLISHED, *RENAMES), numbered=_numbered, copies=_copies),

@@ -207,10 +207,17 @@ def tiled_change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change 
 
 
 def _gguf_qwen3_5(read: Metadata) -> JsonDict:
-    config = gguf_hybrid(read)
-    rope = {name: config[name] for name in ("rope_theta", "partial_rotary_factor")}
+    return _turned_by_axes(gguf_hybrid(read), read.sections((11, 11, 10)))
+
+
+def _gguf_vl(read: Metadata) -> JsonDict:
+    return _turned_by_axes(_gguf_moe(read), read.sections((24, 20, 20)))
+
+
+def _turned_by_axes(config: JsonDict, sections: list[int]) -> JsonDict:
+    rope = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
     scaling = config["rope_scaling"] or {"type": "default"}
-    return {**config, "rope_parameters": {**rope, "mrope_section": read.sections((11, 11, 10)), **scaling}}
+    return {**config, "rope_parameters": {**rope, "mrope_section": sections, **scaling}}
 
 
 LINEAR_NAMES = (
@@ -224,9 +231,11 @@ LINEAR_NAMES = (
     ),
     *(("ssm_a", "linear_attn.A_log"), ("ssm_dt.bias", "linear_attn.dt_bias")),
 )
+OF_IMAGES = {"n_deepstack_layers": "they add values of images, which are not read of a GGUF"}
 HYBRID_NAMES = (*ATTENTION, *OTHER_NORM, *EXPERTS, *SHARED_EXPERT, *LINEAR_NAMES)
 GGUF = {
     "qwen3moe": GgufFamily(("qwen3_moe",), _gguf_moe, (*ATTENTION, *NORM, *EXPERTS)),
+    "qwen3vlmoe": GgufFamily(("qwen3_vl_moe",), _gguf_vl, (*ATTENTION, *NORM, *EXPERTS), unread=OF_IMAGES),
     "qwen3next": GgufFamily(("qwen3_next",), gguf_hybrid, HYBRID_NAMES, _plain_change),
     "qwen35moe": GgufFamily(("qwen3_5_moe",), _gguf_qwen3_5, HYBRID_NAMES, tiled_change),
     "qwen2moe": GgufFamily(

@@ -108,6 +108,7 @@ GGUF: dict[str, GgufFamily] = {
     **qwen4.GGUF,
     **glm5_next.GGUF,
     **deepseek_v4.GGUF,
+    **mistral.GGUF,
     **nemotron.GGUF,
     **kimi_linear.GGUF,
     **hy_v4.GGUF,

@@ -74,6 +74,12 @@ def expected(plan: MemoryPlan, work: TokenWork, rates: Rates, hits: float | None
     return forecast(work, rates, share, hits, hits * (1 - hits_in_texts(share) / in_texts))
 
 
+def uniform(plan: MemoryPlan, work: TokenWork, rates: Rates) -> Forecast:
+    """The forecast for the model of a plan if a router uses all experts equally often."""
+    share, held = share_of(plan, work), in_memory(plan, work)
+    return forecast(work, rates, share, held, held - share)
+
+
 def forecast(work: TokenWork, rates: Rates, share: float, hits: float, from_host: float = 0.0) -> Forecast:
     """The forecast for one token after the other.
 

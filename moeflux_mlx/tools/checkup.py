@@ -13,8 +13,11 @@ import numpy as np
 
 from ..formats.record import Projection, Record
 from ..kinds import Router
+from ..opening.kernel_cache import threads_allowed
 from ..ops import backend, native
 from ..ops.experts import expert_ffn
+from ..ops.kernel_files import Program
+from ..ops.launch import KernelText, threads_named
 from ..ops.linear import linear
 from ..ops.matrix import Part
 from ..ops.records import Records
@@ -28,6 +31,25 @@ BOUNDS = {
     mx.float32: 1e-4,
     mx.bfloat16: 2e-2,
 }  # largest error over largest value; a wrong order of codes gives over 0.5
+
+ASKED = 1024  # threads of a threadgroup that every Apple GPU allows for a kernel of few registers
+# Values that are all in registers before the first is written.
+CROWDED = """
+const uint mine = thread_position_in_grid.x;
+float held[96], sum = 0;
+MLX_MTL_PRAGMA_UNROLL
+for (uint i = 0; i < 96; i++) {
+  held[i] = x[(mine + 31 * i) % 1024];
+}
+MLX_MTL_PRAGMA_UNROLL
+for (uint i = 0; i < 96; i++) {
+  sum = metal::fma(sum, held[i], held[i]);
+}
+MLX_MTL_PRAGMA_UNROLL
+for (uint i = 0; i < 96; i++) {
+  out[96 * mine + i] = held[i] * sum;
+}
+"""
 
 
 @dataclass(frozen=True)
@@ -58,6 +80,23 @@ def runs_on() -> str:
     if native.available():
         return f"CPU: native kernels ({native.instruction_paths()[0]}, {native.threads()} threads)"
     return "CPU: plain MLX operations, 30 times slower: the native kernels are not built"
+
+
+def thread_limits() -> tuple[int, int]:
+    """The threads that Metal allows in a threadgroup of a kernel with many registers, and of one that also declares its
+    threads.
+
+    Before the M3 the first is less than 1,024; 0: it does not build. No kernel of a model depends on either.
+    """
+    return _threads_given(""), _threads_given(threads_named(ASKED))
+
+
+def _threads_given(header: str) -> int:
+    text = KernelText(f"moeflux_crowded{len(header)}", ["x"], ["out"], header, CROWDED)
+    try:
+        return threads_allowed(Program(text, [mx.float32], [mx.float32]))
+    except RuntimeError:
+        return 0
 
 
 def check_operations(dtype: mx.Dtype) -> list[Check]:

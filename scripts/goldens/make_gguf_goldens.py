@@ -65,6 +65,7 @@ def converted(family, weights, file):
             hparams = ModelBase.load_hparams(Path(folder), False)
         architecture = get_model_architecture(hparams, ModelType.TEXT)
         kind = get_model_class(architecture)
+        kind = getattr(kind, "Mistral4Model", kind)
         kind.mtp_only = family.startswith(converted_gguf.HEAD)
         kind.set_vocab = lambda self: None
         kind._write_mxfp4_expert_tensor = _write_experts

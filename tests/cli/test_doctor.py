@@ -64,6 +64,14 @@ def test_a_missing_extra_comes_with_its_command(monkeypatch, capsys):
     assert re.search(r"no_such_package: pip install ('starlette>=|-e .*\[server\])", capsys.readouterr().out)
 
 
+def test_metals_limit_on_threads_is_reported(monkeypatch, backend_is):
+    assert diagnosis.thread_lines() == []
+    backend_is("metal")
+    monkeypatch.setattr(diagnosis, "thread_limits", lambda: (384, 1024))
+    (line,) = diagnosis.thread_lines()
+    assert "at most 256" in line and "384 of 1024, 1024 if" in line
+
+
 @pytest.mark.parametrize(
     "architecture, macos, library, said",
     [

@@ -55,7 +55,7 @@ def test_models_with_gguf_files_by_architecture(capsys):
     assert {row[1]: row[0] for row in rows} == {
         fit["name"]: fit["architecture"] for fit in listed(capsys, INSTANT) if fit["architecture"]
     }
-    assert ["deepseek2", "kimi-k2.6"] in [row[:2] for row in rows] and "solar" not in out
+    assert ["deepseek2", "kimi-k2.6"] in [row[:2] for row in rows] and "g9v3" not in out
     assert max(map(len, out.splitlines())) <= 100
 
 

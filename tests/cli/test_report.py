@@ -16,7 +16,7 @@ from tiny_models import child_environment
 
 from metal import msl
 from moeflux_mlx import doctor
-from moeflux_mlx.cli import diagnosis, known_models, reporting
+from moeflux_mlx.cli import diagnosis, known_models, reporting, soak
 from moeflux_mlx.cli.known_models import Fit
 from moeflux_mlx.opening.kernel_cache import threads_allowed
 from moeflux_mlx.opening.launches import launches_of
@@ -28,7 +28,8 @@ from moeflux_mlx.tools import kernels
 from moeflux_mlx.tools.kernels import Built, programs_of_variants
 
 VARIANT = "qwen3-30b-a3b"
-TITLES = ["machine", "matrix units", "values", "memory", "layers", "known models", "kernels", "demo model"]
+TITLES = ["machine", "threads and matrix units", "values", "memory", "layers", "known models", "kernels", "demo model"]
+TITLES += ["pools"]
 
 
 class OnlyCompiled(msl.TextKernel):
@@ -56,6 +57,7 @@ def short(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("kept")))
     monkeypatch.setattr(diagnosis, "ROUNDS", 1)
     monkeypatch.setattr(diagnosis, "ANSWER", 8)
+    monkeypatch.setattr(soak, "compared", lambda: (["as fast"], True))  # test_soak.py runs it
     monkeypatch.delenv("CI", raising=False)
 
 
@@ -265,7 +267,7 @@ def test_nothing_private_is_in_the_file(tmp_path):
 import os, platform, sys
 import numpy as np
 from moeflux_mlx import doctor
-from moeflux_mlx.cli import diagnosis
+from moeflux_mlx.cli import diagnosis, soak
 
 def broken(self):
     raise OSError(f"{os.environ['HF_TOKEN']} of {os.environ['USER']} on {platform.node()}, {os.getcwd()}/x, "
@@ -274,6 +276,7 @@ def broken(self):
 diagnosis.Facts.memory = broken
 diagnosis.story_rows = lambda engine: (np.zeros(3), diagnosis.NATS)
 diagnosis.ROUNDS, diagnosis.ANSWER = 1, 8
+soak.compared = lambda: broken(None)
 sys.exit(doctor.main(["--no-disk", "--report"]))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=home, env=environment, capture_output=True, text=True)

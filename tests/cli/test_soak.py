@@ -103,6 +103,22 @@ def test_minutes_must_be_possible(minutes, capsys):
     assert "give a number of minutes above 0" in capsys.readouterr().err
 
 
+def test_pools_are_compared_in_processes_of_their_own():
+    lines, is_right = soak.compared(0.5)
+    assert is_right and [line.split(":")[0] for line in lines] == [f"{name} in the pool" for name in soak.DEMO_POOLS]
+    assert all(float(re.search(r": ([\d.]+) tokens/s", line)[1]) > 0 for line in lines)
+
+
+def test_on_a_mac_what_is_wired_is_compared(monkeypatch, backend_is):
+    """With the variable by which MLX refreshes residency, in one of the processes."""
+    asked = []
+    backend_is("metal")
+    monkeypatch.setattr(soak, "_in_a_process", lambda *given: asked.append(given[1:]) or "done")
+    assert len(soak.compared(1.0)[0]) == 5
+    assert [mode for mode, *_ in asked] == ["pool", "pool", "all", "off", "pool"]
+    assert [environment for *_, environment in asked] == [{}] * 4 + [{soak.REFRESH: "500"}]
+
+
 def test_an_old_macos_is_said():
     assert diagnosis.system_lines("15.1") == diagnosis.system_lines("") == []
     assert "from macOS 15 on" in diagnosis.system_lines("14.6.1")[0]

@@ -23,6 +23,7 @@ from moeflux_mlx.planning.forecast import (
     hits_in_texts,
     in_memory,
     share_of,
+    uniform,
 )
 from moeflux_mlx.planning.machine import Figures
 from moeflux_mlx.planning.needs import state_bytes
@@ -78,6 +79,8 @@ def test_a_gpu_reads_experts_from_the_hosts_memory():
     assert expected(both, work, rates) == forecast(work, rates, share, 1.0, 1 - hits_in_texts(share))
     assert expected(both, work, rates).low > expected(made, work, rates).high
     assert in_memory(both, work) == 1 and in_memory(made, work) == share
+    assert uniform(both, work, rates) == forecast(work, rates, share, 1.0, 1 - share)
+    assert uniform(made, work, rates) == forecast(work, rates, share, share, 0.0)
 
 
 def test_attention_takes_longer_where_it_computes():
@@ -141,7 +144,7 @@ def test_plan_shows_forecasts_once_doctor_has_measured(own_files, capsys):
     assert "forecast: moeflux doctor measures this machine first" in said(capsys)
     keep_rates(Rates(1e11, 5e9, 1e-4, 2e-4))
     out = said(capsys)
-    assert "tokens/s in a text, " in out
+    assert "tokens/s in a text, " in out and "forecast if a router uses all experts equally often: " in out
     assert out.index("forecast") < out.index("hit rate")
 
 

@@ -67,6 +67,23 @@ def test_streaming_adds_misses_and_waits(reach):
     assert 1 / reach.decode(mac, 0.25).most == pytest.approx(0.75 * reach.routed / 2e9)
 
 
+def test_waiting_takes_a_wait_for_each_layer_and_the_token(reach):
+    mac = Mac.of("M4 Max")
+    gpu = 1.8822e9 / 546e9 / 0.8 + 291 * 4.5e-6
+    assert 1 / reach.queued(mac, 1.0)[0] == pytest.approx(gpu + 41 * 0.3e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("chip", ["M1", "M3 Pro", "M4 Max"])
+def test_queued_layers_take_the_gpus_time_and_never_more_than_waiting(reach, chip):
+    mac = Mac.of(chip)
+    speeds = [reach.queued(mac, share) for share in (1.0, 0.99, 0.9, 0.6, 0.2)]
+    gpu = reach.token / mac.bandwidth / 0.8 + 291 * 4.5e-6
+    assert gpu < 1 / speeds[0][1] < 1.1 * gpu + 40 * 20e-6 + 2 * 0.3e-3
+    assert all(queued >= 0.98 * waiting for waiting, queued in speeds)
+    assert [queued for _, queued in speeds] == sorted((queued for _, queued in speeds), reverse=True)
+    assert speeds[-1][0] == speeds[-1][1]
+
+
 def test_a_prompt_is_bound_by_arithmetic_bytes_or_the_disk(reach):
     """A fast GPU waits for bytes in short prompts, and a streamed one for the disk."""
     mac = Mac.of("M5 Max")

@@ -51,7 +51,10 @@ FIELDS = {
 ONES = ("_res_norm.weight",)  # factors of products that the converter stores; other values have no places
 HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # numbers of draft heads
 # The converter's name of a model, where the tiny configuration has another.
-ARCHITECTURES = {"hy_v4_vl": "HYV4ForCausalLM", "kimi_k3": "KimiK3ForConditionalGeneration"}
+ARCHITECTURES = {
+    **{"hy_v4_vl": "HYV4ForCausalLM", "kimi_k3": "KimiK3ForConditionalGeneration"},
+    "mistral4": "Mistral3ForConditionalGeneration",
+}
 CHANGED = set(FIELDS) - {"hunyuan_v1_moe"} | {"sarvam_moe"}  # models that the changes make another one
 GOLDEN = tuple(family for family in FAMILIES if family not in CHANGED)
 # From values of a checkpoint to those of a GGUF, and back.

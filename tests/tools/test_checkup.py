@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from metal import msl
 from moeflux_mlx.ops import native
 from moeflux_mlx.ops.linear import linear
 from moeflux_mlx.ops.observe import observing
@@ -39,6 +40,35 @@ def test_other_weights_of_the_chosen_experts_are_seen(monkeypatch):
     right = checkup.route
     monkeypatch.setattr(checkup, "route", lambda *given: (right(*given)[0], right(*given)[1] * 1.001))
     assert not checkup.check_operations(mx.float32)[2].is_right
+
+
+@msl.needed
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("given", [384, 1024])
+def test_the_threads_that_metal_gives_are_found(given, no_texts):
+    """Checks MLX's words of refusal, and that the kernel compiles."""
+
+    class Kernel(msl.TextKernel):
+        def __init__(self, *, header, **definition):
+            super().__init__(header=header, **definition)
+            self.limit = 1024 if header else given
+
+        def __call__(self, *, threadgroup, **call):
+            super().__call__(threadgroup=threadgroup, **call)
+            words = f"Thread group size ({threadgroup[0]}) is greater than  the maximum allowed threads per threadgroup"
+            raise ValueError(f"{words} ({self.limit}).")
+
+    with msl.launching(Kernel):
+        assert checkup.thread_limits() == (given, 1024)
+    assert len(msl.TextKernel.texts) == 2
+
+
+def test_a_kernel_that_metal_cannot_build_gets_no_threads(monkeypatch):
+    def refused(**definition):
+        raise RuntimeError("[metal::Device] Unable to load kernel")
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", refused)
+    assert checkup.thread_limits() == (0, 0)
 
 
 @pytest.mark.skipif(not native.available(), reason="only the native kernels round activations")
