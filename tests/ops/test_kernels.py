@@ -337,8 +337,8 @@ def test_record_offsets_pass_4_gib():
     call = {"grid": (4, 1, 1), "threadgroup": (4, 1, 1), "template": [("WORDS", words)]}
     call |= {"output_shapes": [(4,)], "output_dtypes": [mx.uint64]}
     inputs = [mx.array(np.array(slots, np.uint32))]
-    library = msl.build(msl.generate(kernel, inputs, **call))
-    (out,) = msl.launch(library, [np.array(slots, np.uint32)], [((4,), np.uint64)], (4, 1, 1), (4, 1, 1))
+    text = msl.generate(kernel, inputs, **call)
+    (out,) = msl.launch(text, [np.array(slots, np.uint32)], [((4,), np.uint64)], (4, 1, 1), (4, 1, 1))
     assert out.tolist() == [s * words for s in slots]
     assert out[2] * 4 > 2**31 and out[3] * 4 > 2**32
 
