@@ -23,6 +23,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import is_full
 
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops import launch as launcher
@@ -39,7 +40,7 @@ AVAILABLE = (
     and (shutil.which(COMPILER) is not None or not mx.is_available(mx.gpu))
 )
 needed = pytest.mark.skipif(not AVAILABLE, reason="Metal's text is executed on Linux x86-64 only")
-ORDERS = (0, 1, 7)  # first to last, last to first, shuffled with this seed
+ORDERS = (0, 1, 7)  # first to last, last to first, with `--full` shuffled with this seed
 FLAGS = [
     *("-x", "cl", "-cl-std=clc++2021", "-cl-no-stdinc", "-cl-single-precision-constant"),
     *("-Xclang", "-cl-ext=+cl_khr_fp16,-cl_khr_fp64,-__opencl_c_fp64", "-mf16c", "-mfma", "-O1", "-fPIC"),
@@ -362,11 +363,12 @@ def run(
     threadgroup: Sequence[int],
     output_shapes: Sequence[tuple[int, ...]],
     output_dtypes: Sequence[mx.Dtype],
-    orders: Sequence[int] = ORDERS,
+    orders: Sequence[int] | None = None,
     **call: Any,
 ) -> list[np.ndarray]:
-    """Runs `kernel(...)` on the host, once per scheduling order, and once in each further build (`BUILDS`). All must
-    give the same bytes."""
+    """Runs `kernel(...)` on the host, once per scheduling order (by default `ORDERS`), and once in each further build
+    (`BUILDS`). All must give the same bytes."""
+    orders = orders or ORDERS[: 3 if is_full() else 2]
     text = generate(
         kernel,
         inputs,
