@@ -58,6 +58,8 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_configure(config):
+    from fused_header import precompile
+
     config.addinivalue_line("markers", "full: of a whole grid, run with --full")
     settings.load_profile("full" if config.getoption("--full") else "moeflux")
     config.addinivalue_line("filterwarnings", "ignore:an expert pool of")  # 1 byte stands for the smallest pool
@@ -66,6 +68,8 @@ def pytest_configure(config):
     if not hasattr(config, "workerinput"):
         if config.getoption("--at-once"):
             config.pluginmanager.register(AtOnce(config))
+        if (header := precompile()) is not None:
+            config.add_cleanup(header.wait)
         kept = tempfile.TemporaryDirectory(prefix="moeflux-tiny-")
         os.environ["MOEFLUX_TINY_MODELS"] = kept.name  # the workers inherit it
         config.add_cleanup(kept.cleanup)

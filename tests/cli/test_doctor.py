@@ -50,17 +50,13 @@ def test_a_disk_without_space_is_not_measured(monkeypatch, tmp_path, capsys):
     assert "disk      not measured:" in capsys.readouterr().out
 
 
-def test_a_disk_that_is_not_measured_keeps_its_rate(capsys):
+def test_a_disk_that_is_not_measured_keeps_its_rate_and_a_missing_extra_comes_with_its_command(monkeypatch, capsys):
+    monkeypatch.setattr(diagnosis, "EXTRAS", {"server": ("no_such_package",)})
     measured = Rates(1e9, 2e9, 1e-4, 2e-4)
     keep_rates(measured)
     assert doctor.main(["--no-disk"]) == 0
     kept = kept_rates()
     assert kept.disk == 2e9 and kept != measured
-
-
-def test_a_missing_extra_comes_with_its_command(monkeypatch, capsys):
-    monkeypatch.setattr(diagnosis, "EXTRAS", {"server": ("no_such_package",)})
-    assert doctor.main(["--no-disk"]) == 0
     assert re.search(r"no_such_package: pip install ('starlette>=|-e .*\[server\])", capsys.readouterr().out)
 
 

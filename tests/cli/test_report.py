@@ -268,12 +268,14 @@ import os, platform, sys
 import numpy as np
 from moeflux_mlx import doctor
 from moeflux_mlx.cli import diagnosis, soak
+from moeflux_mlx.cli.known_models import Fit
 
 def broken(self):
     raise OSError(f"{os.environ['HF_TOKEN']} of {os.environ['USER']} on {platform.node()}, {os.getcwd()}/x, "
                   f"{sys.prefix} {os.environ['HOME']}/a model {os.environ['OPENAI_API_KEY']} file:///var/x:1")
 
 diagnosis.Facts.memory = broken
+diagnosis.known_models = lambda here: [Fit("qwen3-30b-a3b", None, 0)]
 diagnosis.story_rows = lambda engine: (np.zeros(3), diagnosis.NATS)
 diagnosis.ROUNDS, diagnosis.ANSWER = 1, 8
 soak.compared = lambda: broken(None)

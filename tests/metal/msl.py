@@ -16,12 +16,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import is_full
 
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops import launch as launcher
@@ -38,10 +40,10 @@ AVAILABLE = (
     and (shutil.which(COMPILER) is not None or not mx.is_available(mx.gpu))
 )
 needed = pytest.mark.skipif(not AVAILABLE, reason="Metal's text is executed on Linux x86-64 only")
-ORDERS = (0, 1, 7)  # first to last, last to first, shuffled with this seed
+ORDERS = (0, 1, 7)  # first to last, last to first, with `--full` shuffled with this seed
 FLAGS = [
     *("-x", "cl", "-cl-std=clc++2021", "-cl-no-stdinc", "-cl-single-precision-constant"),
-    *("-Xclang", "-cl-ext=+cl_khr_fp16,-cl_khr_fp64,-__opencl_c_fp64", "-mf16c", "-mfma", "-O1", "-g1", "-fPIC"),
+    *("-Xclang", "-cl-ext=+cl_khr_fp16,-cl_khr_fp64,-__opencl_c_fp64", "-mf16c", "-mfma", "-O1", "-fPIC"),
     *(
         "-ftrivial-auto-var-init=pattern",
         "-fno-vectorize",
@@ -56,10 +58,12 @@ FLAGS = [
     "-fsanitize=thread,shift,array-bounds,integer-divide-by-zero,float-cast-overflow",
 ]
 # How products and sums are contracted: as by Metal's compiler, which does it where a text does not forbid it, or never.
-CONTRACTED, UNFUSED = ("-Xclang", "-ffp-contract=fast-honor-pragmas"), ("-ffp-contract=off",)
+# The second has no checks and is not optimised, because its bytes alone are looked at.
+CONTRACTED = ("-Xclang", "-ffp-contract=fast-honor-pragmas")
+UNFUSED = ("-ffp-contract=off", "-fno-sanitize=all", "-O0")
 BUILDS: Sequence[Sequence[str]] = (CONTRACTED,)  # in which a kernel runs; all must give the same bytes
-RUNTIME_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-c"]
-RUNTIME_FLAGS += ["-fno-exceptions", "-fno-c++-static-destructors"]  # so that `ld` alone can link it
+LINES = ("-g1",)  # for the line of what a check finds; without them compiling takes a sixth less
+RUNTIME_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror"]
 SPACES = {  # the address spaces that msl_host.h gives as OpenCL's, for messages
     "__local": "device",
     "__constant": "constant",
@@ -180,6 +184,7 @@ def _make(out: pathlib.Path, *command: Any) -> pathlib.Path:
     if out.exists():
         return out
     partial = out.with_suffix(f".{os.getpid()}")
+    partial.touch()  # a check writes nothing
     done = subprocess.run([*command, "-o", partial], capture_output=True, text=True)
     if done.returncode:
         message = done.stderr
@@ -195,52 +200,55 @@ def _digest(*parts: str) -> str:
 
 
 @functools.cache
-def _header(contraction: Sequence[str]) -> pathlib.Path:
+def _header(flags: Sequence[str]) -> pathlib.Path:
     """Returns msl_host.h precompiled by clang, because reading it takes as long as reading a kernel.
 
     It is valid for these very files.
     """
     files = HERE / "msl_host.h", HERE / "msl_abi.h"
-    key = _digest(*FLAGS, *contraction, *(f"{file} {file.stat().st_mtime_ns}" for file in files))
-    return _make(BUILD / f"{key}.pch", COMPILER, *FLAGS, *contraction, "-x", "cl-header", files[0])
+    key = _digest(*FLAGS, *flags, *(f"{file} {file.stat().st_mtime_ns}" for file in files))
+    return _make(BUILD / f"{key}.pch", COMPILER, *FLAGS, *flags, "-x", "cl-header", files[0])
 
 
 @functools.cache
-def compile_text(text: str, contraction: Sequence[str] = CONTRACTED) -> pathlib.Path:
-    """Returns the object file of generated source. It is cached by content."""
+def compile_text(text: str, flags: Sequence[str] = CONTRACTED, action: str = "-c") -> pathlib.Path:
+    """Returns the object file of generated source, or an empty file if the action only looks for faults. It is cached
+    by content."""
     require_compiler()
     lint(text)
     unit = translation_unit(text)
     headers = [(HERE / name).read_text() for name in ("msl_abi.h", "msl_host.h")]
-    flags = [*FLAGS, *contraction]
-    key = _digest(unit, *flags, *headers)
+    key = _digest(unit, *FLAGS, *flags, action, *headers)
     BUILD.mkdir(parents=True, exist_ok=True)
     source = BUILD / f"{key}.cl"
     source.write_text(unit)
-    return _make(BUILD / f"{key}.o", COMPILER, *flags, f"-I{HERE}", "-include-pch", _header(contraction), "-c", source)
+    included = f"-I{HERE}", "-include-pch", _header(flags)
+    return _make(BUILD / f"{key}.o", COMPILER, *FLAGS, *flags, *included, action, source)
 
 
 @functools.cache
-def _standard_library() -> str:
-    """Returns where clang finds the C++ library that simt.cpp needs."""
-    done = subprocess.run([COMPILER, "-print-file-name=libstdc++.so"], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+def _runtime() -> tuple[pathlib.Path, pathlib.Path]:
+    """Returns the library that runs kernels, and the object that tells it where those of one library are."""
+    simt, image = HERE / "simt.cpp", HERE / "image.cpp"
+    key = _digest(*(file.read_text() for file in (simt, image, HERE / "msl_abi.h")), *RUNTIME_FLAGS)
+    compiler = COMPILER, *RUNTIME_FLAGS
+    library = _make(BUILD / f"simt-{key}.so", *compiler, "-shared", "-Wl,--no-as-needed", simt, "-lm")
+    return library, _make(BUILD / f"image-{key}.o", *compiler, "-c", image)
 
 
 @functools.cache
-def build(text: str, contraction: Sequence[str] = CONTRACTED) -> ctypes.CDLL:
-    """Returns a loaded library that runs generated source."""
-    kernel = compile_text(text, contraction)
-    simt = HERE / "simt.cpp"
-    key = _digest(simt.read_text(), (HERE / "msl_abi.h").read_text(), *RUNTIME_FLAGS)
-    runtime = _make(BUILD / f"simt-{key}.o", COMPILER, *RUNTIME_FLAGS, simt)
-    # clang++ would also call `ld`, but would take six times as long.
-    libraries = [_standard_library(), "-L/usr/lib/x86_64-linux-gnu", "-lm", "-lc"]
-    library = BUILD / f"{kernel.stem}-{key}.so"
-    return ctypes.CDLL(str(_make(library, "ld", "-shared", "--no-undefined", kernel, runtime, *libraries)))
+def build(text: str, flags: Sequence[str] = CONTRACTED) -> ctypes.CDLL:
+    """Returns a loaded library with the kernel of generated source."""
+    kernel = compile_text(text, flags)
+    runtime, image = _runtime()
+    path = BUILD / f"{kernel.stem}-{runtime.stem}.so"
+    return ctypes.CDLL(str(_make(path, "ld", "-shared", "-Bsymbolic", kernel, image, runtime)))
 
 
 # ---- running
+
+
+_launching = threading.Lock()  # the runner is the same for all kernels
 
 
 class _Buffer(ctypes.Structure):
@@ -259,7 +267,7 @@ class _Launch(ctypes.Structure):
         ("order", ctypes.c_uint32),
         ("n_buffers", ctypes.c_uint32),
         ("buffers", ctypes.POINTER(_Buffer)),
-        ("switches", ctypes.c_uint64),
+        ("image", ctypes.c_void_p),
         ("error", ctypes.c_char * 512),
     ]
 
@@ -270,25 +278,27 @@ def _aligned(nbytes: int) -> np.ndarray:
     return raw[start : start + nbytes]
 
 
-def _located(library: ctypes.CDLL, error: str) -> str:
-    """Replaces "[pc 0x...]" in an error by the source line, which the line table of -g1 gives."""
+def _located(text: str, error: str) -> str:
+    """Replaces "[pc 0x...]" in an error by the line of the source."""
     match = re.search(r"\[pc 0x(\w+)\]", error)
     if not match:
         return error
     address = hex(int(match[1], 16) - 1)
+    library = build(text, (*CONTRACTED, *LINES))
     done = subprocess.run(["addr2line", "-e", library._name, address], capture_output=True, text=True)
     return error.replace(match[0], "at " + done.stdout.strip().rsplit("/", 1)[-1])
 
 
 def launch(
-    library: ctypes.CDLL,
+    text: str,
     inputs: Sequence[np.ndarray],
     outputs: Sequence[tuple[tuple[int, ...], Any]],
     grid: Sequence[int],
     threadgroup: Sequence[int],
     order: int = 0,
+    flags: Sequence[str] = CONTRACTED,
 ) -> list[np.ndarray]:
-    """Runs once. `outputs` is [(shape, dtype)]; they start as 0xFF bytes, which read as NaN."""
+    """Runs generated source once. `outputs` is [(shape, dtype)]; they start as 0xFF bytes, which read as NaN."""
     held = []
     for array in inputs:
         held.append(_aligned(max(array.nbytes, 1)))
@@ -297,9 +307,13 @@ def launch(
         held.append(_aligned(int(np.prod(shape)) * np.dtype(dtype).itemsize))
         held[-1][:] = 0xFF
     buffers = [_Buffer(b.ctypes.data, b.nbytes, i >= len(inputs), 0) for i, b in enumerate(held)]
-    record = _Launch((*grid,), (*threadgroup,), order, len(held), (_Buffer * len(held))(*buffers))
-    if library.msl_launch(ctypes.byref(record)):
-        raise Failure(_located(library, record.error.decode()))
+    kernel, runtime = build(text, flags), ctypes.CDLL(str(_runtime()[0]))
+    image = ctypes.addressof(ctypes.c_char.in_dll(kernel, "msl_image"))
+    record = _Launch((*grid,), (*threadgroup,), order, len(held), (_Buffer * len(held))(*buffers), image)
+    with _launching:
+        failed = runtime.msl_launch(ctypes.byref(record))
+    if failed:
+        raise Failure(_located(text, record.error.decode()))
     results = held[len(inputs) :]
     return [b.view(dtype).reshape(shape) for b, (shape, dtype) in zip(results, outputs, strict=True)]
 
@@ -349,11 +363,12 @@ def run(
     threadgroup: Sequence[int],
     output_shapes: Sequence[tuple[int, ...]],
     output_dtypes: Sequence[mx.Dtype],
-    orders: Sequence[int] = ORDERS,
+    orders: Sequence[int] | None = None,
     **call: Any,
 ) -> list[np.ndarray]:
-    """Runs `kernel(...)` on the host, once per scheduling order, and once in each further build (`BUILDS`). All must
-    give the same bytes."""
+    """Runs `kernel(...)` on the host, once per scheduling order (by default `ORDERS`), and once in each further build
+    (`BUILDS`). All must give the same bytes."""
+    orders = orders or ORDERS[: 3 if is_full() else 2]
     text = generate(
         kernel,
         inputs,
@@ -363,11 +378,10 @@ def run(
         output_dtypes=output_dtypes,
         **call,
     )
-    library, *others = (build(text, contraction) for contraction in BUILDS)
     bound = _bound(text, inputs)
     outputs = [(s, NUMPY[d]) for s, d in zip(output_shapes, output_dtypes, strict=True)]
-    result, *reordered = (launch(library, bound, outputs, grid, threadgroup, order) for order in orders)
-    rebuilt = [launch(other, bound, outputs, grid, threadgroup, orders[0]) for other in others]
+    result, *reordered = (launch(text, bound, outputs, grid, threadgroup, order) for order in orders)
+    rebuilt = [launch(text, bound, outputs, grid, threadgroup, orders[0], flags) for flags in BUILDS[1:]]
     for cause, results in ("the order in which threads run", reordered), ("contraction", rebuilt):
         for other in results:
             if any(a.tobytes() != b.tobytes() for a, b in zip(result, other, strict=True)):
@@ -399,13 +413,13 @@ class HostKernel:
 
 
 class TextKernel(HostKernel):
-    """Compiles the source without running it and returns zeros. `texts` keeps the generated sources."""
+    """Lets the compiler check the source without running it and returns zeros. `texts` keeps the generated sources."""
 
     texts: list[str] = []
 
     def __call__(self, *, inputs: Any, output_shapes: Any, output_dtypes: Any, **call: Any) -> list[mx.array]:
         text = generate(self.kernel, inputs, output_shapes=output_shapes, output_dtypes=output_dtypes, **call)
-        compile_text(text)
+        compile_text(text, action="-fsyntax-only")
         TextKernel.texts.append(text)
         return [mx.zeros(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
 

@@ -1,4 +1,5 @@
-// The launch record shared by the kernel's translation unit (C++ for OpenCL) and simt.cpp (C++17).
+// What a kernel's translation unit (C++ for OpenCL), image.cpp and simt.cpp (C++17) share: the attributes of a thread,
+// and where in memory a kernel's library and its threadgroup arrays lie.
 #pragma once
 #define MSL_U3(X)                                                                                       \
   X(thread_position_in_grid)                                                                            \
@@ -18,4 +19,8 @@ struct MslThread {
 #define X(n) unsigned n;
   MSL_U1(X)
 #undef X
+};
+struct MslImage {
+  void* entry;  // the kernel's trampoline (msl.py)
+  char *begin, *end, *tg_begin, *tg_end;
 };

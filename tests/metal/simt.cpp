@@ -1,5 +1,5 @@
-// Runs a Metal kernel compiled by msl_host.h: one fiber per thread, 32 lanes per simdgroup, one
-// threadgroup at a time. Compiled once and linked into every kernel library.
+// Runs Metal kernels compiled by msl_host.h: one fiber per thread, 32 lanes per simdgroup, one
+// threadgroup at a time.
 #include <algorithm>
 #include <cstdarg>
 #include <cstdint>
@@ -12,15 +12,6 @@
 #include <xmmintrin.h>
 #include "msl_abi.h"
 
-#define API extern "C" __attribute__((visibility("default")))
-API void msl_entry(const uint64_t* args, const MslThread* t);  // the kernel's trampoline (msl.py)
-// Every threadgroup array lies in one section; the pad makes it exist in kernels that have none.
-__attribute__((section("msl_tgmem"), used, aligned(16))) static char tg_pad[16];
-extern char tg_begin[] __asm__("__start_msl_tgmem") __attribute__((visibility("hidden")));
-extern char tg_end[] __asm__("__stop_msl_tgmem") __attribute__((visibility("hidden")));
-extern char image_begin[] __asm__("__ehdr_start") __attribute__((visibility("hidden")));
-extern char image_end[] __asm__("_end") __attribute__((visibility("hidden")));
-
 struct MslBuffer {
   char* data;
   uint64_t size;
@@ -30,11 +21,12 @@ struct MslLaunch {
   uint32_t grid[3], group[3];
   uint32_t order, n_buffers;  // 0 first-come, 1 last-come, else the seed of a random order
   MslBuffer* buffers;
-  uint64_t switches;
+  const MslImage* image;
   char error[512];
 };
 
 namespace {
+using Entry = void (*)(const uint64_t* args, const MslThread* t);
 constexpr size_t kStack = 64 << 10;
 constexpr size_t kStride = kStack + 576;  // else the tops of all stacks compete for the same lines of a cache
 constexpr unsigned kWidest = 16;         // bytes that a lane exchanges at most
@@ -68,7 +60,7 @@ std::vector<uint32_t> sg_epoch;              // simdgroup_barriers passed, per s
 std::vector<unsigned> sg_alive, sg_waiting;  // lanes that have not returned, and those at a simdgroup operation
 uint32_t tg_epoch, n_threads, group_index;
 int current;           // -1: the scheduler
-bool failed, checked;  // checked: the kernel was compiled with -fsanitize=thread
+bool failed;
 std::mt19937 rng;
 std::vector<Shadow> tg_shadow;
 std::vector<std::vector<uint32_t>> writers;  // per output byte: the thread that wrote it
@@ -93,7 +85,6 @@ void switch_to(Fiber& from, Fiber& to) {
 void go(int next) {
   Fiber& from = current < 0 ? root : fibers[current];
   current = next;
-  launch->switches++;
   switch_to(from, next < 0 ? root : fibers[next]);
 }
 
@@ -186,7 +177,7 @@ void finish() {
 }
 
 void start() {
-  msl_entry(args, &fibers[current].t);
+  Entry(launch->image->entry)(args, &fibers[current].t);
   finish();
 }
 
@@ -233,14 +224,14 @@ void run_group() {
 // ---- memory checks
 
 unsigned long image_offset(const void* pc) {
-  return (const char*)pc - image_begin;
+  return (const char*)pc - launch->image->begin;
 }
 
 // A byte of threadgroup memory may be touched by another thread only after a barrier.
 void threadgroup_access(const char* p, unsigned n, bool write, const void* pc) {
   const uint32_t self = current, sg = current / 32;
   for (unsigned i = 0; i < n; i++) {
-    Shadow& s = tg_shadow[p - tg_begin + i];
+    Shadow& s = tg_shadow[p - launch->image->tg_begin + i];
     const bool after_write = s.writer == kNone || s.writer == self || s.write_tg < tg_epoch ||
                              (s.writer / 32 == sg && s.write_sg < sg_epoch[sg]);
     const bool after_read = s.reader == kNone || s.reader == self || s.read_tg < tg_epoch ||
@@ -249,7 +240,7 @@ void threadgroup_access(const char* p, unsigned n, bool write, const void* pc) {
       return fail(
           "race on threadgroup memory: thread %u %s byte %ld that thread %d %s with no barrier between [pc "
           "0x%lx]",
-          self, write ? "writes" : "reads", long(p - tg_begin + i), int(after_write ? s.reader : s.writer),
+          self, write ? "writes" : "reads", long(p - launch->image->tg_begin + i), int(after_write ? s.reader : s.writer),
           after_write ? "read" : "wrote", image_offset(pc));
     if (write) {
       s.writer = self, s.write_tg = tg_epoch, s.write_sg = sg_epoch[sg];
@@ -297,12 +288,13 @@ void access(const void* pointer, unsigned n, bool write, const void* pc) {
   const char* p = (const char*)pointer;
   const char* stack = fibers[current].stack;
   if (p >= stack && p < stack + kStack) return;
-  if (p >= tg_begin && p + n <= tg_end) return threadgroup_access(p, n, write, pc);
+  const MslImage& image = *launch->image;
+  if (p >= image.tg_begin && p + n <= image.tg_end) return threadgroup_access(p, n, write, pc);
   for (unsigned b = 0; b < launch->n_buffers; b++) {
     const MslBuffer& u = launch->buffers[b];
     if (p >= u.data && p + n <= u.data + u.size) return buffer_access(b, p, n, write, pc);
   }
-  const bool constant_table = !write && p >= image_begin && p + n <= image_end;
+  const bool constant_table = !write && p >= image.begin && p + n <= image.end;
   if (!constant_table) out_of_bounds(p, n, write, pc);
 }
 
@@ -343,9 +335,7 @@ extern "C" void* __tsan_memmove(void* p, const void* q, uint64_t n) {
   if (n) access(q, n, false, HERE), access(p, n, true, HERE);
   return memmove(p, q, n);
 }
-extern "C" void __tsan_init() {
-  checked = true;
-}  // the instrumented code's constructor
+extern "C" void __tsan_init() {}  // the instrumented code's constructor
 extern "C" void __tsan_func_entry(void*) {}
 extern "C" void __tsan_func_exit() {}
 
@@ -432,12 +422,16 @@ void prepare(Fiber& f, char* stack) {
   f.sp = sp;
 }
 
+long tg_bytes() {
+  return launch->image->tg_end - launch->image->tg_begin;
+}
+
 void prepare_group(const Extent& e, const unsigned* at, char* stacks) {
   unsigned size[3];
   for (int d = 0; d < 3; d++) size[d] = std::min(e.full[d], launch->grid[d] - at[d] * e.full[d]);
   n_threads = size[0] * size[1] * size[2];
-  memset(tg_begin, 0xff, tg_end - tg_begin);  // NaN: threadgroup memory starts undefined
-  if (checked) tg_shadow.assign(tg_end - tg_begin, {kNone, 0, 0, kNone, 0, 0, 0});
+  memset(launch->image->tg_begin, 0xff, tg_bytes());  // NaN: threadgroup memory starts undefined
+  tg_shadow.assign(tg_bytes(), {kNone, 0, 0, kNone, 0, 0, 0});
   const unsigned simdgroups = (n_threads + 31) / 32;
   sg_epoch.assign(simdgroups, 0);
   sg_waiting.assign(simdgroups, 0);
@@ -456,17 +450,13 @@ void bind_buffers() {
   writers.assign(launch->n_buffers, {});
   for (unsigned b = 0; b < launch->n_buffers; b++) {
     args[b] = (uint64_t)launch->buffers[b].data;
-    if (checked && launch->buffers[b].writable) writers[b].assign(launch->buffers[b].size, kNone);
+    if (launch->buffers[b].writable) writers[b].assign(launch->buffers[b].size, kNone);
   }
 }
 }  // namespace
 
-API int msl_threadgroup_bytes() {
-  return int(tg_end - tg_begin - sizeof tg_pad);
-}
-
 // Runs the whole grid, one threadgroup after another; 1 and launch->error if a check failed.
-API int msl_launch(MslLaunch* l) {
+extern "C" int msl_launch(MslLaunch* l) {
   launch = l;
   failed = false;
   current = -1;
@@ -476,8 +466,7 @@ API int msl_launch(MslLaunch* l) {
   bind_buffers();
   const Extent e = extent_of(*l);
   const unsigned most = e.full[0] * e.full[1] * e.full[2];
-  if (msl_threadgroup_bytes() > 32768)
-    fail("%d bytes of threadgroup memory; Metal has 32768", msl_threadgroup_bytes());
+  if (tg_bytes() > 32768) fail("%ld bytes of threadgroup memory; Metal has 32768", tg_bytes());
   if (most > 1024) fail("%u threads per threadgroup; Metal has 1024 at most", most);
   static std::unique_ptr<char[]> stacks;
   if (!failed && fibers.size() < most) {

@@ -34,8 +34,13 @@ SLOW += ("axk2", "dots3_note")
 SOME_CHOOSING = [pytest.param(one, marks=marks(one not in SLOW)) for one in CHOOSING]
 
 
-def full(family):
-    return pytest.param(family, marks=pytest.mark.full)
+ON_KERNELS = ["qwen3_5_moe", "deepseek_v3", "gpt_oss", "glm_moe_dsa"]  # every kind of mixer with a kernel of its own
+ALSO = ("step3p5", "g9v3", "deepseek_v4", "qwen3_moe", "qwen3_next", "nemotron_h", "qwen4_exp", "glm5_next", "beam")
+ALSO += ("ernie4_5_moe", "afmoe", "flint", "kolibri1", "qwen2_moe", "olmoe", "mixtral", "bailing_hybrid", "kimi_linear")
+ALSO += ("minimax_m3_vl", "hy_v4", "kimi_k3", "granitemoehybrid", "llama4", "cohere2_moe", "longcat_flash", "inkling")
+ON_KERNELS += [
+    pytest.param(one, marks=pytest.mark.full) for one in (*ALSO, "mistral_large4", "inkling2", "inkling2_loop")
+]
 
 
 def make_resident(monkeypatch, family, dtype=mx.float32, variant="mlx4"):
@@ -114,17 +119,7 @@ def attending(model):
 @pytest.mark.usefixtures("plain_operations")
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
-@pytest.mark.parametrize(
-    "family",
-    [
-        *("qwen3_5_moe", "deepseek_v3", "gpt_oss", "step3p5", "g9v3", "glm_moe_dsa"),
-        *map(full, ("deepseek_v4", "qwen3_moe", "qwen3_next", "nemotron_h", "qwen4_exp", "glm5_next", "minimax_m3_vl")),
-        *map(full, ("ernie4_5_moe", "afmoe", "flint", "kolibri1", "qwen2_moe", "olmoe", "mixtral")),
-        *map(full, ("bailing_hybrid", "kimi_linear", "beam", "hy_v4", "kimi_k3")),
-        *map(full, ("inkling2", "inkling2_loop")),
-        *map(full, ("granitemoehybrid", "llama4", "cohere2_moe", "longcat_flash", "mistral_large4", "inkling")),
-    ],
-)
+@pytest.mark.parametrize("family", ON_KERNELS)
 def test_tokens_on_kernels_equal_those_on_plain_operations(monkeypatch, family, small_products):
     """Single tokens of a whole model run through every kernel: Metal's source, executed by the harness."""
     monkeypatch.setattr(mx.fast, "rope", fast.rope)
@@ -253,8 +248,8 @@ def test_a_layer_is_at_most_so_many_launches(monkeypatch, tmp_path, family, smal
         for part in (*map(layer.get, ("attn_hc", "ffn_hc")), layer.mixer):
             if hasattr(part, "arrange"):
                 part.arrange()  # sizes that the kernels accept
-    chosen = mx.arange(4)[None, None]
-    for layer in model.args.moe_layers:
+    chosen, first = mx.arange(4)[None, None], {model.args.layers[i]: i for i in reversed(model.args.moe_layers)}
+    for layer in {*first.values(), *(i for i in model.args.moe_layers if (family, i) in MOST)}:
         own, module = [cache[i] for i in numbers[layer]], model.layers[layer]
         for one in own:
             one.reserve(1)

@@ -100,22 +100,19 @@ class Rough:
         return np.stack(rows)
 
 
-def runs(want, seeds, times=3, **options):
-    """Returns whether all bits were right."""
-    right = True
-    for seed in seeds:
-        rough = Rough(seed, **options)
-        for _ in range(times):
-            right &= np.array_equal(rough.logits(), want)
-        assert rough.model.optimistic.share > 0
-        rough.source.close()
+def is_right(want, seed, **options):
+    """Returns whether all bits of three texts are right."""
+    rough = Rough(seed, **options)
+    right = all(np.array_equal(rough.logits(), want) for _ in range(3))
+    assert rough.model.optimistic.share > 0
+    rough.source.close()
     return right
 
 
 @pytest.mark.parametrize("grouping", [Grouping(0.0, 2, 0, 2), Grouping(0.0, 1, 0, 3)])
 def test_late_groups_change_no_bit(want, monkeypatch, grouping):
     queue_by(monkeypatch, grouping)
-    assert runs(want, range(3))
+    assert all(is_right(want, seed) for seed in range(3))
 
 
 def not_noted(monkeypatch):
@@ -150,4 +147,4 @@ def beside(monkeypatch):
 def test_a_planted_fault_is_caught(want, monkeypatch, plant):
     queue_by(monkeypatch, Grouping(0.0, 1, 0, 3))
     plant(monkeypatch)
-    assert not runs(want, range(4), breaks=False)
+    assert not all(is_right(want, seed, breaks=False) for seed in range(4))

@@ -4,7 +4,7 @@ import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
-from grids import examples
+from grids import drawn, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import logits_of_calls as logits
@@ -35,6 +35,9 @@ STARTS = {
 }
 
 
+BOTH_WAYS = pytest.mark.parametrize("family, computing", drawn(STARTS, ["native", "plain operations"]), indirect=True)
+
+
 @pytest.fixture(params=STARTS)
 def family(request):
     return request.param
@@ -44,8 +47,8 @@ def opened(family):
     return tiny_model(family, mx.float32, "hub"), goldens.golden(family)[0]
 
 
-@pytest.mark.usefixtures("computing")
-def test_texts_side_by_side(family):
+@BOTH_WAYS
+def test_texts_side_by_side(family, computing):
     model, tokens = opened(family)
     both = np.stack([tokens[:40], tokens[24:]])
     for got, text in zip(np.array(model(mx.array(both))), both, strict=True):
@@ -117,8 +120,8 @@ def test_a_cache_takes_the_memory_that_it_states(family):
     assert [layer.nbytes for layer in cache] == [layer.bytes_for(64, 4) for layer in cache]
 
 
-@pytest.mark.usefixtures("computing")
-def test_rows_of_several_texts_have_their_own_bits_and_are_taken_back(family):
+@BOTH_WAYS
+def test_rows_of_several_texts_have_their_own_bits_and_are_taken_back(family, computing):
     """Also checks n-grams of rows that follow one another in a step."""
     model, tokens = opened(family)
     texts, starts = (tokens, tokens[::-1].copy()), (STARTS[family], 30)

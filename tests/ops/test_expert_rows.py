@@ -7,7 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from grids import drawn
+from grids import drawn, is_full, taking_turns
 from hypothesis import given
 from hypothesis import strategies as st
 from tile_choices import Chosen
@@ -130,16 +130,15 @@ def error(given):
 
 FORMS_OF_CODES = [Quant(bits, 64) for bits in (1, 2, 3, 4, 5, 6, 8)]
 FORMS_OF_CODES += [Quant(4, 32), Quant(4, 128), Quant(4, 32, "mxfp4"), Quant(8, 32, "mxfp8"), Quant(4, 16, "nvfp4")]
-FORMS_OF_CODES += [
-    pytest.param(Quant(mode.bits, mode.group_size, name), marks=() if name in ("q3_k", "q4_k") else pytest.mark.full)
-    for name, mode in GGUF_MODES.items()
-]
+OF_GGUF = GGUF_MODES if is_full() else ("q3_k", "q4_k")
+FORMS_OF_CODES += [Quant(GGUF_MODES[name].bits, GGUF_MODES[name].group_size, name) for name in OF_GGUF]
+UNITS = ["simdgroup", "matrix"]  # both read codes by the same headers
 
 
 LIMITS = {mx.bfloat16: 8e-3, mx.float16: 2e-3, mx.float32: 2e-6}
 
 
-@pytest.mark.parametrize("quant", FORMS_OF_CODES, ids=str)
+@pytest.mark.parametrize("quant, units", taking_turns(FORMS_OF_CODES, UNITS), indirect=["units"], ids=str)
 def test_every_form_of_codes(units, quant):
     width = 128 if quant.is_of_mlx else 256
     assert error(case(Record.make(256, width, (quant,) * 3), [5, 0, 19], mx.bfloat16)) < LIMITS[mx.bfloat16]

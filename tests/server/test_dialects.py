@@ -84,15 +84,6 @@ def test_a_call_streams(style):
     assert kinds.count("tool_calls.function.arguments.delta") > 3
 
 
-@pytest.mark.parametrize("api", APIS)
-def test_each_api_has_the_same_call(scripted, api):
-    name, clients = scripted
-    for stream in (False, True):
-        clients.answer = written(STYLES[name][0])(ARGUMENTS, "weather")
-        said = clients.ask(api, QUESTION, [TOOL], stream=stream)
-        assert (said.text, said.calls, said.finish) == ("", [("weather", ARGUMENTS)], "tool_calls")
-
-
 def asked_twice(clients, api, answer):
     """Returns the answer that does not stream, after checking that the streamed one is the same."""
     clients.answer = answer
@@ -101,13 +92,14 @@ def asked_twice(clients, api, answer):
     return whole
 
 
-def test_calls_with_small_faults(scripted):
+def test_calls_with_and_without_small_faults(scripted):
     """tests/text/test_near_misses.py reads each of them too, cut anywhere."""
     name, clients = scripted
     dialect = STYLES[name][0]
-    spare = spare_brace(dialect, written(dialect)(ALL, "get_weather"))
+    right = written(dialect)(ALL, "get_weather")
+    spare = spare_brace(dialect, right)
     faults = near_misses(dialect) if dialect.tags else [("a brace too many", spare)] * bool(spare)
-    for (fault, answer), api in taking_turns(faults, APIS, NAMES.index(name)):
+    for (fault, answer), api in taking_turns([("none", right), *faults], APIS, NAMES.index(name)):
         said = asked_twice(clients, api, answer)
         assert (said.text, said.calls, said.finish) == ("", [("get_weather", ALL)], "tool_calls"), (fault, api)
 

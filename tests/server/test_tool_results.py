@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from grids import taking_turns
 from styles import STYLES
 from three_apis import APIS, REFUSED, scripted_server
 
@@ -36,16 +37,15 @@ def clients(tmp_path_factory):
         yield clients
 
 
-@pytest.mark.parametrize("api", APIS)
-def test_results_are_shown_in_the_order_of_the_calls(style, api):
+def test_results_are_shown_in_the_order_of_the_calls(style):
     name, clients = style
-    clients.ask(api, [QUESTION, asked(1, 2, 3), *results(3, 1, 2), QUESTION, asked(4), *results(4)])
-    turn = (
-        "city1 result1 city2 result2 city3 result3"
-        if name == "harmony_style"
-        else "city1 city2 city3 result1 result2 result3"
-    )
-    assert " ".join(re.findall(r"city\d|result\d", clients.prompts[-1])) == f"{turn} city4 result4"
+    turn = "city1 city2 city3 result1 result2 result3"
+    if name == "harmony_style":
+        turn = "city1 result1 city2 result2 city3 result3"
+    history = [QUESTION, asked(1, 2, 3), *results(3, 1, 2), QUESTION, asked(4), *results(4)]
+    for said, api in taking_turns([history], APIS, [*STYLES].index(name)):
+        clients.ask(api, said)
+        assert " ".join(re.findall(r"city\d|result\d", clients.prompts[-1])) == f"{turn} city4 result4", api
 
 
 @pytest.mark.parametrize("stream", [False, True])
