@@ -87,7 +87,8 @@ class DecoderLayer(nn.Module):
                 self.post_attention_layernorm = norm_of(spec.residual, args.hidden_size, behind, rank)
         if connections is not None:
             self.attn_hc, self.ffn_hc = (connection(connections, *sizes, layer, n) for n in (spec.mixer.inputs, 0))
-            if isinstance(connections, BlockSums) and connections.messages is not None and spec.passes > 1:
+            if spec.passes > 1:
+                assert isinstance(connections, BlockSums) and connections.messages is not None, "passes have messages"
                 self.controllers = MessageGates(args.hidden_size, connections.messages.rank, args.rms_norm_eps)
             around = self.get("input_layernorm"), self.attn_hc, self.ffn_hc, self.get("attn_sconv")
             self.residual = SeveralStreams(self.mixer, *around)

@@ -291,7 +291,8 @@ class MessageGate(nn.Module):
     def __call__(self, x: Array, message: Array) -> AnyArray:
         """x and `message`, both [B, L, D], as one input."""
         both, library = [float32(x), float32(message)], library_of(x)
-        low = self.down_proj(library.concatenate([rms_norm(one, None, self.eps) for one in both], axis=-1))
+        normed = library.concatenate([rms_norm(one, None, self.eps) for one in both], axis=-1)
+        low = self.down_proj(normed.astype(x.dtype))
         forget, gain = (library.tanh(float32(matrix(low))) for matrix in (self.forget_proj, self.gain_proj))
         return ((1 - forget) * both[0] + gain * both[1]).astype(x.dtype)
 
@@ -330,7 +331,7 @@ class MessageQueries(nn.Module):
         """The four messages [B, L, D] of a layer, of the sums of the pass before."""
         width = self.query.shape[1]
         made = block_sums.mixed_normed(sums, self._queries[layer - self.first], self.eps)
-        return list(split(made, width, 2 * width, 3 * width))
+        return split(made, width, 2 * width, 3 * width)
 
 
 def _row_by_row(compute: Callable[[Any], Any], h: Array) -> AnyArray:

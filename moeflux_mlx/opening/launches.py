@@ -16,12 +16,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..kinds import Connections, Mixer, NGrams, streams_before
+from ..kinds import BlockSums, Connections, Mixer, NGrams, streams_before
 from ..layers import GatedNorm, Linear, RMSNorm, Weight
 from ..mixers.registry import make_caches, module_of, stored_forms
 from ..model.feed_forward import feed_forward_of
 from ..model.ngrams import NGramLayer
-from ..model.streams import connection
+from ..model.streams import MessageGates, connection
 from ..ops import backend
 from ..ops.backend import AnyArray
 from ..ops.forms import DTYPES
@@ -189,6 +189,12 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, bool]]
         for _, layers in _kinds([_sums(args, i) for i in range(args.num_hidden_layers)]):
             yield "streams", layers, _between(shapes, args.connections, layers[0]), False
         yield "streams, after the last layer", (), _behind(shapes, args.connections), False
+        again = [i for i, layer in enumerate(args.layers) if layer.passes > 1]
+        if again:
+            assert isinstance(args.connections, BlockSums) and args.connections.messages is not None
+            gates = MessageGates(args.hidden_size, args.connections.messages.rank, args.rms_norm_eps)
+            _fill(gates, f"model.layers.{again[0]}.controllers.", shapes)
+            yield "messages", again, lambda x, _: [gate(x, x) for gate in gates.children().values()], False
     for layer, part in args.ngrams.items():
         yield "n-grams", [layer], _of_ngrams(shapes, layer, part), False
     parts = [(layer.feed_forward, records.get(i), _forms(shapes, i, True)) for i, layer in enumerate(args.layers)]

@@ -94,7 +94,18 @@ def test_kernels_are_those_that_a_model_launches(family, tokens, small_products)
     assert total == calls and len(calls) > 3
 
 
-LISTED = ("deepseek_v4", "glm5_next", "nemotron_h", "qwen4_exp", "kimi_k3", "axk2", "muse_spark", "inkling")
+LISTED = (
+    "deepseek_v4",
+    "glm5_next",
+    "nemotron_h",
+    "qwen4_exp",
+    "kimi_k3",
+    "axk2",
+    "muse_spark",
+    "inkling",
+    "inkling2",
+    "inkling2_loop",
+)
 
 
 @pytest.mark.parametrize("family", LISTED)

@@ -25,6 +25,7 @@ from moeflux_mlx.packing.located import Located
 from moeflux_mlx.planning.forecast import TokenWork
 from moeflux_mlx.planning.needs import state_bytes
 from moeflux_mlx.spec import ModelArgs
+from moeflux_mlx.state.snapshot import save_state, state_size
 
 FAMILY, FIRST, END, LAYERS, PASSES, WIDTH = "inkling2_loop", 2, 6, 7, 3, 128
 VISITS = (0, 1, *[2, 3, 4, 5] * 3, 6)
@@ -107,6 +108,13 @@ def test_what_a_token_takes_counts_visits_and_what_is_stored_layers():
     assert token_bytes(args, tensors, mx.float32) == 4 * (1000 + sum(10 + i for i in VISITS))
     work = TokenWork.of(args, 0, 0, 100, 2)
     assert (work.layers, work.moe_layers) == (len(VISITS), len(VISITS))
+
+
+def test_a_snapshot_has_the_caches_of_every_visit():
+    model = tiny_model(FAMILY, mx.float32)
+    cache = model.make_cache()
+    mx.eval(model(TOKENS[:, :11], cache))
+    assert len(save_state(model, cache)) == state_size(model, cache) == state_size(model.args, 11)
 
 
 def test_texts_do_not_pass_it_layer_by_layer(tmp_path):
