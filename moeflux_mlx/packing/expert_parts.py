@@ -1,7 +1,7 @@
 """Finds each expert's matrices in a checkpoint: one by one, stacked, or with gate and up fused."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
@@ -15,7 +15,7 @@ from ..spec import ModelArgs
 from .ggml import tables
 from .gguf_tensors import check_experts_type
 from .lookup import find_matrix, find_transposed
-from .matrix import Matrix, MatrixOfOnes, finite, shaped, typed
+from .matrix import Matrix, finite, shaped, typed
 from .rounding import Rounding
 from .source_format import SourceFormat
 
@@ -24,13 +24,15 @@ SCALES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """One projection of one expert: every `step`-th row from `start` to `stop` of a matrix, and its bias."""
+    """One projection of one expert: every `step`-th row from `start` to `stop` of a matrix, and its bias. `ones` are
+    factors of all experts' products, which must be 1."""
 
     matrix: Matrix
     start: int
     stop: int
     step: int = 1
     bias: Tensor | None = None
+    ones: Tensor | None = None
 
     @property
     def in_place(self) -> "ExpertPart":
@@ -46,13 +48,18 @@ class ExpertPart:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that it is made from."""
-        return self.matrix.tensors if self.bias is None else (*self.matrix.tensors, self.bias)
+        return (*self.matrix.tensors, *(one for one in (self.bias, self.ones) if one is not None))
 
     @property
     def by_field(self) -> dict[str, Tensor]:
         """The tensors of stored codes, by the part of the field that each becomes."""
         assert self.matrix.quant is not None
-        return dict(zip((*self.matrix.quant.parts, BIAS), self.tensors, strict=False))
+        return dict(zip((*self.matrix.quant.parts, BIAS), replace(self, ones=None).tensors, strict=False))
+
+    def check(self) -> None:
+        """Raises ModelFileError: a factor is not 1."""
+        if self.ones is not None and not (self.ones.read() == 1).all().item():
+            raise _unread(self.ones)
 
     def values(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array | None]:
         """The matrix in floats [rows, columns], dequantised if it is stored in codes, and its bias [rows] if it has
@@ -70,6 +77,7 @@ class ExpertPart:
         """The arrays by part: in the form `quant`, unchanged if they are stored so, else as `rounding` makes them for
         the module path, with the biases of products, if any. `dtype` is that of floating scales and biases.
         """
+        self.check()
         kept, rows = SCALES[dtype], slice(self.start, self.stop, self.step)
         if self.matrix.quant != quant:
             codes = *rounding.codes(path, self.matrix, quant, rows, kept), *tables(quant)
@@ -166,8 +174,8 @@ class ExpertShapes(NamedTuple):
 
 class StackedExperts:
     """MLX's `switch_mlp.{gate,up,down}_proj`, each [E, rows, cols]; gpt-oss has them as `experts`. Beside Inkling's,
-    mlx-vlm has factors of products, which differ from 1 only where codes are nvfp4. Value experts are one stack, whose
-    name is `stem`.
+    mlx-vlm has the second scales of published nvfp4 as factors of products, and ones if it was published otherwise.
+    Value experts are one stack, whose name is `stem`.
 
     Raises ModelFileError: there are such factors of nvfp4.
     """
@@ -177,7 +185,7 @@ class StackedExperts:
         self.stacks = [
             check_experts_type(find_matrix(tensors, stem + name, (E, *shape), form)) for name, shape in shapes.matrices
         ]
-        self._beside = [_with_factors(tensors, stem, *one) for one in zip(self.stacks, FACTORS, strict=False)]
+        self._ones = [_factors(tensors, stem, *one) for one in zip(self.stacks, FACTORS, strict=False)]
         self.stacked_biases = [
             _find_bias(shapes.has_biases, tensors, f"{stem}{name}.bias", (E, shape[0]))
             for name, shape in shapes.matrices
@@ -188,25 +196,27 @@ class StackedExperts:
         return [bias for bias in self.stacked_biases if bias is not None]
 
     def matrices(self) -> Sequence[list[Matrix]]:
-        return [[stack] for stack in self._beside]
+        return [[stack] for stack in self.stacks]
 
     def parts(self, expert: int) -> list[ExpertPart]:
-        pairs = zip(self.stacks, self.stacked_biases, strict=True)
-        return [_whole(stack[expert], _entry(bias, expert)) for stack, bias in pairs]
+        parts = zip(self.stacks, self.stacked_biases, self._ones, strict=True)
+        return [replace(_whole(stack[expert], _entry(bias, expert)), ones=ones) for stack, bias, ones in parts]
 
 
 FACTORS = ("gate_scale", "", "out_scale")  # beside a layer's stacks
 
 
-def _with_factors(tensors: Mapping[str, Tensor], stem: str, stack: Matrix, name: str) -> Matrix:
-    factor = tensors.get(f"{stem}.{name}")
-    if factor is None:
-        return stack
-    if stack.quant is not None and stack.quant.mode == "nvfp4":
-        raise ModelFileError(
-            f"tensor {factor.name} has factors of nvfp4 experts, which are not read; download the published checkpoint"
-        )
-    return MatrixOfOnes(**{field.name: getattr(stack, field.name) for field in fields(stack)}, ones=factor)
+def _factors(tensors: Mapping[str, Tensor], stem: str, stack: Matrix, name: str) -> Tensor | None:
+    factors = tensors.get(f"{stem}.{name}")
+    if factors is not None and stack.quant is not None and stack.quant.mode == "nvfp4":
+        raise _unread(factors)  # before a download
+    return factors
+
+
+def _unread(factors: Tensor) -> ModelFileError:
+    return ModelFileError(
+        f"tensor {factors.name} has factors of nvfp4 experts, which are not read; download the published checkpoint"
+    )
 
 
 class SingleExperts:

@@ -105,10 +105,12 @@ def _tensors(file: LayerFile, expert: int) -> list[Tensor]:
 
     Raises:
         NotPackedError: they are floats, or codes of another kind.
+        ModelFileError: a factor beside them is not 1.
     """
     tensors: list[Tensor] = []
     geometry = file.geometry
     for one, projection in zip(file.experts.parts(expert), geometry.projections, strict=True):
+        one.check()
         part, matrix = one.in_place, one.matrix
         wanted = [field.dtype for field in projection.fields]
         stored = part.by_field if type(matrix) is Matrix and matrix.quant == projection.quant else {}

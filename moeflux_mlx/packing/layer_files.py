@@ -57,7 +57,7 @@ def plan_experts(experts: CheckpointExperts, wanted: Wanted, forms: Quants) -> S
     """
     quants: list[Quant] = []
     dtypes: set[str] = set()
-    used: set[str] = set()
+    used = {tensor.name for part in experts.parts(0) for tensor in part.tensors}
     lossy: list[str] = []
     for bias in experts.biases:
         used.add(bias.name)

@@ -149,17 +149,6 @@ class MatrixOfColumns(Matrix):
         return finite(self.weight, parts.reshape(parts.shape[0], -1))
 
 
-@dataclass(frozen=True)
-class MatrixOfOnes(Matrix):
-    """A stack beside which `ones` lie: factors of each matrix's products, which are all 1."""
-
-    ones: Tensor | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors, *([] if self.ones is None else [self.ones]))
-
-
 def typed(tensor: Tensor, wanted: tuple[str, ...]) -> Tensor:
     if tensor.dtype not in wanted:
         raise ModelFileError(f"{tensor.file}: tensor {tensor.name} is {tensor.dtype}; expected {' or '.join(wanted)}")

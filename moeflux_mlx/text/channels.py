@@ -1,4 +1,4 @@
-"""How a model marks its reasoning: by tags round it, or by messages of different kinds (gpt-oss, Solar Open)."""
+"""How a model marks its reasoning: by tags round it, or by messages of different kinds (gpt-oss and others)."""
 
 import re
 from collections.abc import Set
@@ -152,6 +152,26 @@ SOLAR = MessageChannels(
     ends=frozenset({CALLS, "<|flush|>"}),
     markers=frozenset({BEGIN, "<|think|>", CONTENT, END}),
 )
+# <|message_model|><|content_thinking|>TEXT<|end_message|>, <|message_model|><|content_text|>TEXT<|end_message|>: the
+# renderer of Inkling's authors (tml-renderers) and vLLM's parser.
+INKLING = MessageChannels(
+    start="<|content_thinking|>",
+    end="<|end_message|>",
+    header="<|message_model|>",
+    lead="<|content_text|>",
+    ends=frozenset({"<|content_model_end_sampling|>"}),
+    markers=frozenset({"<|content_thinking|>", "<|end_message|>", "<|message_model|>", "<|content_text|>"}),
+)
+END_OF_TURN = "<|eot|>"
+# <|start|>assistant to=self<|message|>TEXT<|eom|>, <|start|>assistant to=user<|message|>TEXT: vLLM's parsers of Muse.
+MUSE = MessageChannels(
+    start=f" to=self{MESSAGE}",
+    end="<|eom|>",
+    header=f"{START}assistant",
+    lead=f" to=user{MESSAGE}",
+    ends=frozenset({END_OF_TURN}),
+    markers=frozenset({START, MESSAGE, "<|eom|>"}),
+)
 OPEN_CHANNEL, CLOSE_CHANNEL = "<|channel>", "<channel|>"
 # <|channel>thought, TEXT on lines of its own, <channel|>: the chat template of Gemma 4.
 GEMMA = Channels(
@@ -259,7 +279,7 @@ class Enclosed(Channels):
 
 PYTHON = ("<|python_start|>", "<|python_end|>")
 # <|python_start|>TEXT<|python_end|>CALLS: the chat template of Llama 4.
-LLAMA4 = Enclosed(ends=frozenset({"<|eot|>", "<|eom|>"}), markers=frozenset(PYTHON), around=PYTHON)
+LLAMA4 = Enclosed(ends=frozenset({END_OF_TURN, "<|eom|>"}), markers=frozenset(PYTHON), around=PYTHON)
 THINK = Channels()
 # <ifm|think_fast>, of less effort: vLLM's `k2_horizon_reasoning_parser.py`.
 EFFORTS = ("_fast", "_faster")
@@ -270,7 +290,7 @@ def channels_of(markers: Set[str]) -> Channels:
 
     A plain tag has the lowest priority.
     """
-    for channels in (HARMONY, SOLAR, GEMMA, MINIMAX, SPANS, COHERE, LLAMA4):
+    for channels in (HARMONY, SOLAR, INKLING, MUSE, GEMMA, MINIMAX, SPANS, COHERE, LLAMA4):
         if channels.markers <= markers:
             return channels
     tags = sorted(

@@ -96,8 +96,8 @@ class StandIn:
         start = prompt.rfind(self._begin, 0, name) if said < 0 or is_behind else said
         end = prompt.find(self._end, name)
         last = said + len(self._content) if is_behind else end
-        counts = [prompt.count(word, 0, last) for word in (self._name, self._content, self._reasoning)]
-        if counts[:2] != [1, bool(self._answer.text)] or counts[2] > 1 or end < 0 or not reasoned < start < name:
+        counts = [prompt.count(word, 0, last) for word in (self._content, self._reasoning)]
+        if counts[0] != bool(self._answer.text) or counts[1] > 1 or end < 0 or not reasoned < start < name:
             return None
         opened, raw = self._answer.opened, self._answer.raw.removesuffix(self._channels.tail)
         shown = self._channels.visible(opened, raw) if reasoned < 0 else opened + raw

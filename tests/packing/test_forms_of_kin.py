@@ -1,6 +1,7 @@
 """Families made of other families' parts, in the forms that publishers and mlx-lm write."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import goldens
@@ -214,7 +215,7 @@ def test_what_mlx_lm_joins_of_kimi_k3(tmp_path):
 
 
 def test_what_mlx_vlm_joins_of_inkling(tmp_path):
-    """The matrices that read attention's input. Factors beside stacks are 1; with nvfp4 they are refused."""
+    """The matrices that read attention's input. Factors beside stacks are 1; others and those of nvfp4 are refused."""
     family, tensors = "inkling", dict(goldens.mlx_tensors("inkling"))
     for layer in range(goldens.text_config(family)["num_hidden_layers"]):
         stem = f"language_model.model.layers.{layer}."
@@ -229,6 +230,14 @@ def test_what_mlx_vlm_joins_of_inkling(tmp_path):
     assert np.array_equal(logits(path, family, **LEAST), wanted) and np.array_equal(
         logits(packed(path), family), wanted
     )
+    for name, expert in (("gate", 8), ("out", 0)):
+        factors = np.ones(9, "<f4")
+        factors[expert] = 1.5
+        others = {f"{stem}mlp.switch_mlp.{name}_scale": ("F32", factors)}
+        path, refused = write(tmp_path / name, config, tensors | others), f"{name}_scale has factors of nvfp4 experts"
+        for opened in (partial(load_model, dtype=mx.float32), packed):
+            with pytest.raises(ModelFileError, match=refused):
+                opened(path)
     made, forms = _nvfp4_experts(np.random.default_rng(1), lambda path, name: f"language_model.{path}")
     config["quantization"] |= forms
     tensors = {name: one for name, one in tensors.items() if ".switch_mlp." not in name or "_scale" in name} | made

@@ -1,7 +1,9 @@
 """Calls with the small faults that models of 3 to 35 billion parameters make, for each style in tags."""
 
 from moeflux_mlx.text.calls.minimax_rules import MARK
+from moeflux_mlx.text.calls.muse import MUSE_SPARK
 from moeflux_mlx.text.calls.registry import DIALECTS
+from moeflux_mlx.text.channels import MUSE
 
 TAGGED = [dialect for dialect in DIALECTS if dialect.tags is not None]
 VALUES = {"city": "Oslo\nand  around", "days": "3", "flag": "true"}
@@ -21,14 +23,15 @@ def spelt(dialect, parameters=None, name="get_weather", closings=None, closing=N
     parameters = list(VALUES.items()) if parameters is None else parameters
     if closings is None:
         closings = [tags.value[1] if closing is None else closing] * len(parameters)
-    text = dialect.prefix(name) if begin is None else begin
+    header = MUSE.end + MUSE.header if dialect is MUSE_SPARK else ""
+    text = header + (dialect.prefix(name) if begin is None else begin)
     for (key, value), end in zip(parameters, closings, strict=True):
         is_string = key not in ("days", "flag")
         kind = tags.kinds[not is_string] if tags.kinds else tags.value[0]
         text += f"{tags.key[0]}{key}{tags.key[1] if opening is None else opening}{kind}{line}{value}"
         text += f"{line if end else ''}{end}\n"
     section_end = dialect.section[1]
-    return text + dialect.close + ("" if section_end in dialect.close else section_end)
+    return text + dialect.close + ("" if section_end in dialect.close or dialect is MUSE_SPARK else section_end)
 
 
 def near_misses(dialect):
@@ -59,6 +62,9 @@ SOLAR_CALL = "<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>NAME"
 KIMI_CALL = "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0"
 NAMED = '<tool_call>\n{"name": "NAME"'
 HUNYUAN_CALL = "<tool_calls:opensource>\n<tool_call:opensource>NAME"
+HUNYUAN4_CALL = "<tool_calls:6124c78e><tool_call:6124c78e>NAME</tool_call:6124c78e></tool_calls:6124c78e>"
+INKLING_CALL = '<|content_invoke_tool_json|>{"name": "NAME"'
+ATEM = '<atem:function_calls>\n<atem:invoke name="NAME">\n</atem:invoke>\n</atem:function_calls>'
 # Calls without arguments, as models of each style write them.
 EMPTY = {
     "qwen_json": [
@@ -117,6 +123,21 @@ EMPTY = {
         f"{HUNYUAN_CALL}</tool_call:opensource>\n</tool_calls:opensource>",
         f"{HUNYUAN_CALL}<tool_sep:opensource>null<end_of_tool_call:opensource>",
     ],
+    "hunyuan4:6124c78e": [
+        HUNYUAN4_CALL,
+        HUNYUAN4_CALL.replace("NAME", '{"name": "NAME"}'),
+    ],
+    "dots": [
+        '<dots_function_call>\n<invoke name="NAME">\n</invoke>\n</dots_function_call>',
+        '<dots_function_call>\n<invoke name="NAME"/>\n</dots_function_call>',
+        '<dots_function_call>\n{"name": "NAME", "arguments": {}}\n</dots_function_call>',
+    ],
+    "inkling": [
+        f'{INKLING_CALL}, "args": {{}}}}<|end_message|>',
+        f'NAME{INKLING_CALL}, "args": null}}<|end_message|>',
+        f"{INKLING_CALL}}}",
+    ],
+    "muse_spark": [f" to=NAME<|message|>{ATEM}", f" to=NAME.NAME<|message|>{ATEM.replace('NAME', 'NAME.NAME')}", ATEM],
     "k2_horizon": [
         "<ifm|tool_calls>\n<ifm|tool_call>NAME\n</ifm|tool_call>\n</ifm|tool_calls>",
         "<ifm|tool_calls><ifm|tool_call>NAME</ifm|tool_call></ifm|tool_calls>",

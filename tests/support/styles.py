@@ -10,18 +10,20 @@ from moeflux_mlx.text.calls.cohere import COHERE_ACTION
 from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
 from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
-from moeflux_mlx.text.calls.hunyuan import HUNYUAN, K2_HORIZON
+from moeflux_mlx.text.calls.hunyuan import HUNYUAN, HUNYUAN4, K2_HORIZON
 from moeflux_mlx.text.calls.hunyuan_a13b import HUNYUAN_A13B
-from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, MINIMAX
+from moeflux_mlx.text.calls.inkling import INKLING_JSON
+from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, DOTS, MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
 from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
 from moeflux_mlx.text.calls.llama4 import LLAMA4
 from moeflux_mlx.text.calls.longcat import LONGCAT, LONGCAT_JSON
 from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
 from moeflux_mlx.text.calls.mistral import MISTRAL
+from moeflux_mlx.text.calls.muse import MUSE_SPARK
 from moeflux_mlx.text.calls.solar import SOLAR_OPEN
 from moeflux_mlx.text.calls.tool_call import EXAONE, GLM, GLM_LINE, QWEN_JSON, QWEN_XML
-from moeflux_mlx.text.channels import COHERE, HARMONY, SOLAR, SPANS, THINK, Channels
+from moeflux_mlx.text.channels import COHERE, HARMONY, INKLING, MUSE, SOLAR, SPANS, THINK, Channels
 from moeflux_mlx.text.channels import GEMMA as GEMMAS
 from moeflux_mlx.text.channels import LLAMA4 as LLAMAS
 from moeflux_mlx.text.channels import MINIMAX as MINIMAXES
@@ -49,6 +51,11 @@ STYLES = {
         [{"reasoning_effort": "high"}, {}],
         Channels("<think:opensource>", "</think:opensource>"),
     ),
+    "hunyuan4_style": (
+        HUNYUAN4,
+        [{}, {"reasoning_effort": "no_think"}],
+        Channels("<think:6124c78e>", "</think:6124c78e>"),
+    ),
     "hunyuan_a13b_style": (HUNYUAN_A13B, [{}], THINK),
     "k2_horizon_style": (K2_HORIZON, [{}], Channels("<ifm|think>", "</ifm|think>")),
     "mistral_style": (MISTRAL, [{}], Channels("[THINK]", "[/THINK]")),
@@ -64,6 +71,9 @@ STYLES = {
     "llama4_style": (LLAMA4, [{}], LLAMAS),
     "cohere_style": (COHERE_ACTION, [{}], COHERE),
     "kimi_k3": (KIMI_K3, QWEN, SPANS),
+    "dots_style": (DOTS, [{}], THINK),
+    "inkling_style": (INKLING_JSON, [{}], INKLING),
+    "muse_style": (MUSE_SPARK, [{}], MUSE),
     "solar_style": (SOLAR_OPEN, [{}, {"reasoning_effort": "low"}], SOLAR),
 }
 # As DeepSeek's own template: arguments are joined as text, and a missing content is an error.

@@ -12,19 +12,21 @@ from moeflux_mlx.text.calls.cohere import COHERE_ACTION
 from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
 from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
-from moeflux_mlx.text.calls.hunyuan import K2_HORIZON, hunyuan
+from moeflux_mlx.text.calls.hunyuan import K2_HORIZON, hunyuan, hunyuan4
 from moeflux_mlx.text.calls.hunyuan_a13b import HUNYUAN_A13B
-from moeflux_mlx.text.calls.invoke import MINIMAX
+from moeflux_mlx.text.calls.inkling import INKLING_JSON
+from moeflux_mlx.text.calls.invoke import DOTS, MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
 from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
 from moeflux_mlx.text.calls.llama4 import LLAMA4
 from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
 from moeflux_mlx.text.calls.minimax_rules import MARK
-from moeflux_mlx.text.calls.reader import AnswerReader, merged
+from moeflux_mlx.text.calls.muse import MUSE_SPARK
+from moeflux_mlx.text.calls.reader import HEADERS, AnswerReader, merged
 from moeflux_mlx.text.calls.registry import DIALECTS, dialect_of
 from moeflux_mlx.text.calls.solar import SOLAR_OPEN
 from moeflux_mlx.text.calls.tool_call import EXAONE, GLM, QWEN_JSON, QWEN_XML
-from moeflux_mlx.text.channels import COHERE, HARMONY, SOLAR, THINK, Channels, channels_of
+from moeflux_mlx.text.channels import COHERE, HARMONY, INKLING, MUSE, SOLAR, THINK, Channels, channels_of
 from moeflux_mlx.text.channels import GEMMA as GEMMAS
 from moeflux_mlx.text.channels import LLAMA4 as LLAMAS
 from moeflux_mlx.text.channels import MINIMAX as MINIMAXES
@@ -60,7 +62,7 @@ NASTY = [
 def read(text, dialect, cuts=(), cut=False, **options):
     """Returns all events of `text`, which is given in pieces, put together."""
     options = {
-        "channels": {GPT_OSS.name: HARMONY, SOLAR_OPEN.name: SOLAR}.get(dialect and dialect.name, THINK)
+        "channels": {one.name: kind for kind, one in HEADERS.items()}.get(dialect and dialect.name, THINK)
     } | options
     reader = AnswerReader(dialect, options.pop("tools", TOOLS), **options)
     edges = [0, *sorted(cuts), len(text)]
@@ -83,7 +85,7 @@ def calls_of(events):
 
 json_call, xml_call, deepseek_call = (written(dialect) for dialect in (QWEN_JSON, QWEN_XML, DEEPSEEK_V3))
 FORMS = [(dialect, written(dialect)) for dialect in DIALECTS]
-TAGGED = [form for form in FORMS if form[0] not in (GPT_OSS, SOLAR_OPEN)]  # those whose answers are not messages
+TAGGED = [form for form in FORMS if form[0] not in HEADERS.values()]  # those whose answers are not messages
 EVERY_FORM = pytest.mark.parametrize("dialect, write", FORMS, ids=[form[0].name for form in FORMS])
 EVERY_TAGGED_FORM = pytest.mark.parametrize("dialect, write", TAGGED, ids=[form[0].name for form in TAGGED])
 
@@ -346,6 +348,7 @@ def test_dialects_are_recognised_by_what_their_templates_write():
     assert dialect_of("<tool_calls:v2>\n<tool_call:v2>f<tool_sep:v2>") is hunyuan(":v2")
     assert dialect_of("<tool_calls>\n<tool_call>f<tool_sep>") is hunyuan("")
     assert dialect_of("<tool_calls>\n<tool_call>") is QWEN_JSON
+    assert dialect_of("<tool_calls><tool_call>f<arg_key>") is hunyuan4("")
     assert dialect_of("<|header_start|>[f(city='Oslo')]") is None, "a template of calls as in Python"
     assert dialect_of("{{ messages }}") is None and dialect_of("") is None
     assert len({dialect.name for dialect in DIALECTS}) == len(DIALECTS)
@@ -455,6 +458,14 @@ def test_calls_of_k2_horizon_in_json():
             assert calls_of(events) == [("get_weather", {"city": "Oslo"}), ("get_time", {})]
 
 
+def test_calls_of_dots_in_json():
+    """As vLLM's `dots_tool_parser.py` takes them."""
+    text = 'A<dots_function_call>\n{"name": "get_weather", "parameters": {"city": "Oslo"}}\n</dots_function_call>'
+    for cuts in ((), range(len(text))):
+        events = read(text, DOTS, cuts)
+        assert text_of(events) == "A" and calls_of(events) == [("get_weather", {"city": "Oslo"})]
+
+
 def test_several_calls_in_one_section():
     one = '<invoke name="get_weather">\n<parameter name="city">A</parameter>\n</invoke>\n'
     events = read(f"Look:\n<minimax:tool_call>\n{one}{one}</minimax:tool_call>", MINIMAX)
@@ -537,7 +548,7 @@ def test_reasoning_has_the_tags_of_the_vocabulary():
     assert suffixed == Channels("<think:opensource>", "</think:opensource>")
     assert channels_of(frozenset({"<longcat_think>"})) == Channels("<longcat_think>", "</longcat_think>")
     assert channels_of(frozenset({"<think>", "[THINK]"})) == Channels("[THINK]", "[/THINK]")
-    for channels in (HARMONY, SOLAR, GEMMAS, MINIMAXES, COHERE):
+    for channels in (HARMONY, SOLAR, INKLING, MUSE, GEMMAS, MINIMAXES, COHERE):
         assert channels_of(channels.tags) is channels
     assert channels_of(EFFORTS.tags) == EFFORTS
     thought = "<|channel>thought\nwhy\n<channel|>A"
@@ -634,12 +645,70 @@ LLAMA4_ANSWERS = {
     f"I look.\n\n{LLAMA4_CALL}}}": [Text("I look."), ("get_weather", {"city": "Oslo"})],
     '{"name": "Oslo", "parameters": []}': [Text('{"name": "Oslo", "parameters": []}')],
 }
+# As vLLM's `parser/inkling.py` reads them; `tml_renderers` 0.2.1 writes past answers so.
+INKLING_CALL = 'get_weather<|content_invoke_tool_json|>{"name":"get_weather","args":{"city":"Oslo"}}<|end_message|>'
+NEXT = "<|message_model|>"
+INKLING_ANSWERS = {
+    "<|content_text|>Hi.": [Text("Hi.")],
+    "Hi.": [Text("Hi.")],
+    "Hi,\nyou": [Text("Hi,\nyou")],
+    f"Hi.<|end_message|>{NEXT}<|content_text|>You.": [Text("Hi.\n\nYou.")],
+    f"<|content_thinking|>why\n<|end_message|>{NEXT}<|content_text|>Hi": [Reasoning("why"), Text("Hi")],
+    f"{NEXT}<|content_thinking|>why<|end_message|>{NEXT}<|content_text|>Hi": [Reasoning("why"), Text("Hi")],
+    f"<|content_text|>Plan.<|end_message|>{NEXT}<|content_text|>Hi": [Text("Plan.\n\nHi")],
+    "<|content_text|>a < b <|x|>": [Text("a < b <|x|>")],
+    f"<|content_thinking|>why<|end_message|>{NEXT}get_we": [Reasoning("why")],
+    INKLING_CALL: [("get_weather", {"city": "Oslo"})],
+    f"{INKLING_CALL}{NEXT}{INKLING_CALL}": [("get_weather", {"city": "Oslo"})] * 2,
+    f"<|content_thinking|>why<|end_message|>{NEXT}{INKLING_CALL}": [
+        Reasoning("why"),
+        ("get_weather", {"city": "Oslo"}),
+    ],
+    f'<|content_text|>Look.<|end_message|>{NEXT}<|content_invoke_tool_json|>\n{{"args": {{}}, "name": "get_time"}}': [
+        Text("Look."),
+        ("get_time", {}),
+    ],
+    f'{NEXT}f<|content_invoke_tool_json|>{{"name": "unheard_of", "args": {{}}}}': [
+        Text(f'{NEXT}f<|content_invoke_tool_json|>{{"name": "unheard_of", "args": {{}}}}')
+    ],
+}
+# As vLLM's `muse_tool_parser.py` and `muse_reasoning_parser.py` read them.
+TURN = "<|eom|><|start|>assistant"
+ATEM = (
+    "<atem:function_calls>\n"
+    '<atem:invoke name="get_weather">\n<atem:parameter name="city">Oslo</atem:parameter>\n</atem:invoke>\n'
+    "</atem:function_calls>"
+)
+MUSE_ANSWERS = {
+    " to=user<|message|>Hi.": [Text("Hi.")],
+    "Hi.": [Text("Hi.")],
+    "<|message|>why": [Reasoning("why")],
+    f" to=self<|message|>why{TURN} to=user<|message|>Hi": [Reasoning("why"), Text("Hi")],
+    f" to=commentary<|message|>Plan.{TURN} to=user<|message|>Hi": [Text("Plan.\n\nHi")],
+    " to=self<|message|>why to=user<|message|>Hi": [Reasoning("why"), Text("Hi")],
+    " to=user<|message|>a < b <|x|>": [Text("a < b <|x|>")],
+    f" to=self<|message|>why{TURN} to=us": [Reasoning("why")],
+    f" to=get_weather<|message|>{ATEM}": [("get_weather", {"city": "Oslo"})],
+    f" to=get_weather.get_weather<|message|>{ATEM.replace('get_weather', 'get_weather.get_weather')}": [
+        ("get_weather", {"city": "Oslo"})
+    ],
+    f" to=self<|message|>why{TURN} to=get_weather<|message|>{ATEM}{TURN} to=get_weather<|message|>{ATEM}": [
+        Reasoning("why"),
+        *[("get_weather", {"city": "Oslo"})] * 2,
+    ],
+    f" to=self<|message|>I may write {ATEM} there{TURN} to=user<|message|>Hi": [
+        Reasoning(f"I may write {ATEM} there"),
+        Text("Hi"),
+    ],
+    f" to=f<|message|>{ATEM.replace('get_weather', 'unheard_of')}": [Text(ATEM.replace("get_weather", "unheard_of"))],
+}
 MESSAGES = [(GPT_OSS, HARMONY, HARMONY_ANSWERS), (SOLAR_OPEN, SOLAR, SOLAR_ANSWERS)]
-MESSAGES += [(COHERE_ACTION, COHERE, COHERE_ANSWERS)]
-KINDS = "dialect, channels, answers"
-EVERY_KIND = pytest.mark.parametrize(KINDS, MESSAGES, ids=["harmony", "solar", "cohere"])
+MESSAGES += [(COHERE_ACTION, COHERE, COHERE_ANSWERS), (INKLING_JSON, INKLING, INKLING_ANSWERS)]
+MESSAGES += [(MUSE_SPARK, MUSE, MUSE_ANSWERS)]
+KINDS, NAMES = "dialect, channels, answers", ["harmony", "solar", "cohere", "inkling", "muse"]
+EVERY_KIND = pytest.mark.parametrize(KINDS, MESSAGES, ids=NAMES)
 OF_LLAMA4 = pytest.param(LLAMA4, LLAMAS, LLAMA4_ANSWERS, id="llama4")
-EVERY_ANSWER = pytest.mark.parametrize(KINDS, [*MESSAGES, OF_LLAMA4], ids=["harmony", "solar", "cohere", None])
+EVERY_ANSWER = pytest.mark.parametrize(KINDS, [*MESSAGES, OF_LLAMA4], ids=[*NAMES, None])
 
 
 @EVERY_ANSWER

@@ -4,6 +4,7 @@ import pytest
 from test_gguf_tokens import metadata
 
 from moeflux_mlx.text.byte_pairs import byte_alphabet
+from moeflux_mlx.text.channels import INKLING, MUSE
 from moeflux_mlx.text.ends import TEXTS, all_ends
 from moeflux_mlx.text.gguf_tokens import tokenizer_files
 from moeflux_mlx.text.tokenizer import load_tokenizer
@@ -52,6 +53,10 @@ def test_what_closes_a_message_is_no_end(tmp_path):
     assert ends(tmp_path, harmony, stated=["<|end|>", "<|return|>"]) == ["<|return|>", "<|call|>"]
     solar = dict.fromkeys(("<|end|>", "<|calls|>", "<|flush|>"), CONTROL)
     assert ends(tmp_path, solar) == ["<|calls|>", "<|flush|>"]
+    inkling = dict.fromkeys((*INKLING.tags, *INKLING.ends), CONTROL)
+    assert ends(tmp_path, inkling, stated=["<|end_message|>"]) == ["<|content_model_end_sampling|>"]
+    muse = dict.fromkeys((*MUSE.tags, "<|eot|>"), CONTROL)
+    assert ends(tmp_path, muse, stated=["<|eom|>"]) == ["<|eot|>"]
     phi = {"<|end|>": CONTROL, "<|assistant|>": CONTROL}
     assert ends(tmp_path, phi) == ["<|end|>"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moeflux_mlx.text.chat_template import ChatTemplate
-from moeflux_mlx.text.switches import LADDER, switches
+from moeflux_mlx.text.switches import LADDER, efforts, switches
 
 TEMPLATES = Path(__file__).parents[1] / "fixtures" / "templates"
 ON_OFF = {True: {"enable_thinking": True, "thinking": True}, False: {"enable_thinking": False, "thinking": False}}
@@ -60,6 +60,18 @@ def test_the_effort_is_a_word_of_the_template(name, thinking, effort, expected):
     assert switches(source(name), thinking, effort) == ON_OFF.get(thinking, {}) | wanted
 
 
+def test_an_effort_may_be_a_number_or_a_strength():
+    numbers = {None: None, "none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.7, "high": 0.9, "max": 0.99}
+    for effort, number in numbers.items():
+        wanted = {} if effort is None else {"reasoning_effort": number}
+        assert switches(source("inkling_style"), None, effort) == wanted
+        assert switches(source("muse_style"), None, effort).get("reasoning_effort") is None
+    assert switches(source("inkling_style"), False, "high") == ON_OFF[False] | {"reasoning_effort": 0.0}
+    for effort, word in ((None, None), ("minimal", "low"), ("medium", "medium"), ("max", "high")):
+        assert switches(source("muse_style"), None, effort) == ({} if word is None else {"reasoning_strength": word})
+    assert [efforts(source(name)) for name in ("inkling_style", "muse_style")] == [["low", "medium", "high"]] * 2
+
+
 def test_an_effort_or_a_mode_may_be_a_variable_of_its_own():
     for effort, low in (("minimal", True), ("low", True), ("medium", False), ("max", False), (None, False)):
         assert switches(source("nemotron_style"), None, effort) == ({"low_effort": True} if low else {})
@@ -70,6 +82,7 @@ def test_an_effort_or_a_mode_may_be_a_variable_of_its_own():
 
 
 EFFORTS = ["hunyuan_style", "mistral_style", "harmony_style", "solar_style", "qwen38_style", "glm53_style"]
+EFFORTS += ["inkling_style", "muse_style"]
 
 
 @pytest.mark.parametrize("name", EFFORTS)
@@ -91,6 +104,7 @@ def test_no_template_refuses_an_effort(name, effort):
         ("minimax3_style", "]~b]ai\n<mm:think>", "]~b]ai\n</mm:think>"),
         ("solar_style", "<|end|><|begin|>assistant", "<|begin|>assistant<|think|><|end|><|begin|>assistant"),
         ("hunyuan_style", "<think:opensource>", "<think:opensource></think:opensource>"),
+        ("hunyuan4_style", "<think:6124c78e>", "<think:6124c78e></think:6124c78e>"),
         ("mistral_style", '"high"}[/MODEL_SETTINGS][INST]Why?[/INST]', '"none"}[/MODEL_SETTINGS][INST]Why?[/INST]'),
     ],
 )

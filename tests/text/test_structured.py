@@ -15,14 +15,13 @@ from moeflux_mlx.driving.constrained import Constraint
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.text.calls.cohere import COHERE_ACTION
 from moeflux_mlx.text.calls.gemma import GEMMA
-from moeflux_mlx.text.calls.harmony import GPT_OSS
 from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
 from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
 from moeflux_mlx.text.calls.minimax_rules import MARK
+from moeflux_mlx.text.calls.reader import HEADERS
 from moeflux_mlx.text.calls.registry import CALL_MARKERS
-from moeflux_mlx.text.calls.solar import SOLAR_OPEN
 from moeflux_mlx.text.calls.tool_call import QWEN_JSON, QWEN_XML
-from moeflux_mlx.text.channels import COHERE, HARMONY, MINIMAX, SOLAR
+from moeflux_mlx.text.channels import COHERE, MINIMAX
 from moeflux_mlx.text.structured import Constrainer
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
@@ -49,7 +48,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "strict": True, "parameters": TOOL}},
     {"type": "function", "function": {"name": "get_time", "parameters": SCHEMA}},
 ]
-SPECIAL = ["<think>", "</think>", *sorted(CALL_MARKERS - HARMONY.tags - SOLAR_OPEN.markers)]
+SPECIAL = ["<think>", "</think>", *sorted(CALL_MARKERS.difference(*(one.markers for one in HEADERS.values())))]
 
 
 def directory(path, kind):
@@ -197,7 +196,7 @@ def test_a_schema_beside_tools_leaves_calls_possible(constrainer, dialect, write
     assert not follows(constrainer, grammar, "No.") and not follows(constrainer, grammar, write({"town": "A"}))
 
 
-WITH_LEADS = [(GPT_OSS, HARMONY), (SOLAR_OPEN, SOLAR), (COHERE_ACTION, COHERE)]
+WITH_LEADS = [*((dialect, channels) for channels, dialect in HEADERS.items()), (COHERE_ACTION, COHERE)]
 
 
 @pytest.fixture(scope="module", params=WITH_LEADS, ids=lambda one: one[0].name)

@@ -43,6 +43,7 @@ class Dialect:
         bare: like `openings`, for tags that only count outside reasoning, because a model that drops the first tag
             writes them.
         following: like `openings`, for what only opens a call right behind another one.
+        first: the parser of the beginning of an answer that follows a header in the prompt, if there may be more of it.
         markers: all tags that only the model may write, for calls.
         id: the form of a call's id in the prompt, {name} and {index} in place of the tool and the number of the call
             in the chat; None: any id.
@@ -62,6 +63,7 @@ class Dialect:
     tags: Tags | None = None
     bare: Mapping[str, CallBody] = field(default_factory=dict)
     following: Mapping[str, CallBody] = field(default_factory=dict)
+    first: CallBody | None = None
     id: str | None = None
     id_form: re.Pattern[str] | None = None
     id_rule: str = ""

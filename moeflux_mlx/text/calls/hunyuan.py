@@ -7,8 +7,8 @@
     </tool_call:opensource>
     </tool_calls:opensource>
 
-The template says which suffix; there may be none. K2 Horizon's tags begin with `ifm|` instead, and no tag separates
-the name from the first pair:
+The template says which suffix; there may be none. In Hy4 no tag separates the name from the first pair, and all
+stands on one line. K2 Horizon's tags begin with `ifm|` instead of having a suffix, and have no separator either:
 
     <ifm|tool_calls>
     <ifm|tool_call>get_weather
@@ -37,9 +37,17 @@ def hunyuan(suffix: str) -> Dialect:
     return _in_section(f"hunyuan{suffix}", "", suffix, f"<tool_sep{suffix}>", f"<end_of_tool_call{suffix}>")
 
 
-def _in_section(name: str, prefix: str, suffix: str, separator: str = "", json_end: str = "") -> Dialect:
+@lru_cache
+def hunyuan4(suffix: str) -> Dialect:
+    """The same for Hy4 (vLLM's `hy_v4_tool_parser.py`)."""
+    return _in_section(f"hunyuan4{suffix}", "", suffix, line="")
+
+
+def _in_section(
+    name: str, prefix: str, suffix: str, separator: str = "", json_end: str = "", line: str = "\n"
+) -> Dialect:
     """The dialect whose tags begin and end so. `separator`: what stands behind a call's name, and `json_end` what ends
-    arguments that are JSON, if there are such tags.
+    arguments that are JSON, if there are such tags; `line`: what stands behind the section's tag and a name.
     """
     begin, end, call_begin, call_end, *pairs = (
         f"<{slash}{prefix}{tag}{suffix}>"
@@ -68,9 +76,9 @@ def _in_section(name: str, prefix: str, suffix: str, separator: str = "", json_e
     return Dialect(
         name=name,
         openings={begin: behind(call_begin, one), call_begin: one},
-        begin=f"{begin}\n{call_begin}",
+        begin=f"{begin}{line}{call_begin}",
         opening=call_begin,
-        named=f"NAME{separator}\n",
+        named=f"NAME{separator}{line}",
         close=call_end,
         section=(begin, end),
         markers=frozenset({begin, end, call_begin, *ends, *filter(None, [separator]), *key, *value}),
@@ -78,5 +86,5 @@ def _in_section(name: str, prefix: str, suffix: str, separator: str = "", json_e
     )
 
 
-HUNYUAN = hunyuan(":opensource")
+HUNYUAN, HUNYUAN4 = hunyuan(":opensource"), hunyuan4(":6124c78e")
 K2_HORIZON = _in_section("k2_horizon", "ifm|", "")

@@ -1,12 +1,13 @@
-"""Calls with a tag for each parameter, several of them in a section: `<invoke name="NAME"> ... </invoke>` (MiniMax),
-and the same in the tags of DeepSeek-V3.2 to V4.1, where each value says whether it is a string."""
+"""Calls with a tag for each parameter, several of them in a section: `<invoke name="NAME"> ... </invoke>` (MiniMax,
+dots3), and the same in the tags of DeepSeek-V3.2 to V4.1, where each value says whether it is a string. A section may
+also have a call in JSON (vLLM's `dots_tool_parser.py`)."""
 
 from dataclasses import replace
 
 from .call import Call
-from .dialect import Dialect, behind
-from .json_form import without_arguments
-from .steps import Parsing, until_one
+from .dialect import Dialect
+from .json_form import qwen_json, without_arguments
+from .steps import Parsing, literal, skip_space, until_one
 from .tagged import parameters
 from .tags import Tags
 
@@ -23,17 +24,26 @@ def invoking(
     section_begin, section_end = section
     tags = replace(tags, after=section_end, opens=(section_begin, opening))
 
+    def first(call: Call) -> Parsing[str]:
+        """Parses the text after `section_begin`."""
+        char = yield from skip_space()
+        if char == "{":
+            return (yield from qwen_json(call, section_end))
+        yield from literal([opening], char)
+        return (yield from invoke(call))
+
     def invoke(call: Call) -> Parsing[str]:
         """Parses the text after `opening`."""
         call_name, end = yield from until_one(['">', '"\n', *CLOSED])
-        call.start(call_name.strip())
+        half, _, other = (name := call_name.strip()).partition(".")
+        call.start(half if half == other and not call.knows(name) else name)  # Muse Spark writes get_time.get_time
         if end in CLOSED:
             return (yield from without_arguments(call, section_end))
         return (yield from parameters(call, tags))
 
     return Dialect(
         name=name,
-        openings={section_begin: behind(opening, invoke), opening: invoke},
+        openings={section_begin: first, opening: invoke},
         begin=f"{section_begin}\n",
         opening=opening,
         named=f'{opening}NAME">\n',
@@ -44,13 +54,18 @@ def invoking(
     )
 
 
-MINIMAX_SECTION = "<minimax:tool_call>", "</minimax:tool_call>"
-MINIMAX = invoking(
-    "minimax",
-    MINIMAX_SECTION,
-    '<invoke name="',
-    Tags(('<parameter name="', '">'), ("", "</parameter>"), ("</invoke>",)),
-    frozenset(MINIMAX_SECTION),
+MINIMAX, DOTS = (
+    invoking(
+        name,
+        section,
+        '<invoke name="',
+        Tags(('<parameter name="', '">'), ("", "</parameter>"), ("</invoke>",)),
+        frozenset(section),
+    )
+    for name, section in (
+        ("minimax", ("<minimax:tool_call>", "</minimax:tool_call>")),
+        ("dots", ("<dots_function_call>", "</dots_function_call>")),
+    )
 )
 DSML = "｜DSML｜"  # one token, which nothing else has
 V4_SECTION = f"<{DSML}tool_calls>", f"</{DSML}tool_calls>"

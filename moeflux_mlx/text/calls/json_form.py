@@ -9,7 +9,7 @@ from .call import Call
 from .steps import Malformed, Parsing, json_string, json_value, literal, optional, parsed, skip, skip_space
 
 END = "</tool_call>"
-NAMES, ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
+NAMES, ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters", "args")
 SPARE = "}"  # models write one too many behind a call, which is skipped
 
 

@@ -10,15 +10,18 @@ from dataclasses import replace
 from itertools import groupby
 
 from ...files import JsonObject
-from ..channels import HARMONY, SOLAR, THINK, Channels
+from ..channels import HARMONY, INKLING, MUSE, SOLAR, THINK, Channels
 from ..events import CallDelta, CallEnd, CallStart, Event, Reasoning, Text
 from .call import Call
 from .dialect import CallBody, Dialect
 from .harmony import GPT_OSS
+from .inkling import INKLING_JSON
+from .muse import MUSE_SPARK
 from .solar import SOLAR_OPEN
 from .steps import Malformed, Parsing, Switched
 
-HEADERS: dict[Channels, Dialect] = {HARMONY: GPT_OSS, SOLAR: SOLAR_OPEN}  # the readers of messages' headers
+# The readers of messages' headers.
+HEADERS: dict[Channels, Dialect] = {HARMONY: GPT_OSS, SOLAR: SOLAR_OPEN, INKLING: INKLING_JSON, MUSE: MUSE_SPARK}
 
 
 class AnswerReader:
@@ -57,6 +60,8 @@ class AnswerReader:
         self._said: set[bool] = set()  # whether there has been reasoning, or text
         self._markers = self._awaited()
         self._body: Parsing[str] | None = None
+        if self._dialect is not None and self._dialect.first is not None and not inside_reasoning:
+            self._open_call("", self._dialect.first)
 
     @property
     def held(self) -> int:
@@ -174,6 +179,7 @@ class AnswerReader:
     def _open_call(self, marker: str, body: CallBody) -> None:
         self._call = Call(self._started, self._schemas, self._events.append)
         self._call.raw += marker
+        self._marker = marker
         self._body = body(self._call)
         next(self._body)
 
@@ -201,8 +207,10 @@ class AnswerReader:
         return rest
 
     def _give_back(self, rest: str) -> str:
-        self._body = None
-        self._say("".join(self._call.raw).removesuffix(rest))
+        self._body, raw = None, "".join(self._call.raw)
+        if not (self._marker or self._call.name):  # the beginning of an answer, which had no header
+            return raw
+        self._say(raw.removesuffix(rest))
         return rest
 
     def _at_end(self, body: Parsing[str]) -> str | None:

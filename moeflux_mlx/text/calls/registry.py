@@ -9,9 +9,11 @@ from .dialect import Dialect
 from .gemma import CALL_BEGIN as GEMMA_CALL
 from .gemma import GEMMA
 from .harmony import GPT_OSS
-from .hunyuan import HUNYUAN, K2_HORIZON, hunyuan
+from .hunyuan import HUNYUAN, HUNYUAN4, K2_HORIZON, hunyuan, hunyuan4
 from .hunyuan_a13b import HUNYUAN_A13B
-from .invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, DSML, MINIMAX, V4_SECTION, V41_SECTION
+from .inkling import CALL_BEGIN as INKLING_CALL
+from .inkling import INKLING_JSON
+from .invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, DOTS, DSML, MINIMAX, V4_SECTION, V41_SECTION
 from .kimi import KIMI
 from .kimi_k3 import CALL_BEGIN as KIMI_K3_CALL
 from .kimi_k3 import KIMI_K3
@@ -22,6 +24,8 @@ from .longcat import LONGCAT, LONGCAT_JSON
 from .minimax_m3 import MINIMAX_M3
 from .minimax_rules import MARK
 from .mistral import MISTRAL
+from .muse import MUSE_SPARK
+from .muse import SECTION as MUSE_SECTION
 from .solar import CALL_BEGIN as SOLAR_CALL
 from .solar import SOLAR_OPEN
 from .tool_call import EXAONE, FUNCTION, GLM, GLM_LINE, PAIRS, QWEN_JSON, QWEN_XML, TOOL_CALL
@@ -30,12 +34,12 @@ DEEPSEEKS = (DEEPSEEK_V3, DEEPSEEK_V31)
 DIALECTS = (
     *(QWEN_JSON, EXAONE, QWEN_XML, GLM, *DEEPSEEKS, DEEPSEEK_V32, DEEPSEEK_V4, KIMI, MINIMAX, HUNYUAN, MISTRAL),
     *(GPT_OSS, SOLAR_OPEN, GEMMA, GLM_LINE, MINIMAX_M3, KIMI_K3, DEEPSEEK_V41, LONGCAT, LONGCAT_JSON, COHERE_ACTION),
-    *(LLAMA4, K2_HORIZON, HUNYUAN_A13B),
+    *(LLAMA4, K2_HORIZON, HUNYUAN_A13B, HUNYUAN4, DOTS, INKLING_JSON, MUSE_SPARK),
 )
 HEADER_START, PARAMETERS = "<|header_start|>", '"parameters": '  # of Llama 4, whose templates may have other calls
 CALL_MARKERS = frozenset[str]().union(*(dialect.markers for dialect in DIALECTS))
 _ONE_LINE = re.compile(rf"{TOOL_CALL}[^<\s]+{PAIRS.key[0]}")
-_HUNYUAN = re.compile(r"<(?:tool_sep|tool_calls(?=:))(:[\w-]+)?>")
+_HUNYUAN = re.compile(r"<(?:tool_sep|tool_calls(?=:|.*<arg_key>))(:[\w-]+)?>", re.DOTALL)
 
 
 def dialect_of(text: str) -> Dialect | None:
@@ -46,9 +50,10 @@ def dialect_of(text: str) -> Dialect | None:
     """
     tags = [(CHANNEL, GPT_OSS), (SOLAR_CALL, SOLAR_OPEN), (GEMMA_CALL, GEMMA), (V4_SECTION[0], DEEPSEEK_V4)]
     tags += [(V41_SECTION[0], DEEPSEEK_V41), (DSML, DEEPSEEK_V32), (MARK, MINIMAX_M3), (KIMI_K3_CALL, KIMI_K3)]
+    tags += [(INKLING_CALL, INKLING_JSON), (MUSE_SECTION[0], MUSE_SPARK)]
     for tag, dialect in (
         *tags,
-        *((one.section[0], one) for one in (KIMI, MINIMAX, MISTRAL, COHERE_ACTION, K2_HORIZON)),
+        *((one.section[0], one) for one in (KIMI, MINIMAX, DOTS, MISTRAL, COHERE_ACTION, K2_HORIZON)),
     ):
         if tag in text:
             return dialect
@@ -60,7 +65,8 @@ def dialect_of(text: str) -> Dialect | None:
         return DEEPSEEK_V3 if f"{FENCE}json" in text else DEEPSEEK_V31
     suffixed = _HUNYUAN.search(text)
     if suffixed is not None:
-        return hunyuan(suffixed[1] or "")
+        suffix = suffixed[1] or ""
+        return hunyuan(suffix) if f"<tool_sep{suffix}>" in text else hunyuan4(suffix)
     if TOOL_CALL not in text:
         return HUNYUAN_A13B if HUNYUAN_A13B.opening in text else None
     if PAIRS.key[0] in text:
