@@ -18,7 +18,6 @@ from ..opening.reach import (
 from .options import NOT_GIVEN, gigabytes, written
 
 PROMPTS = (512, 4096)
-SHARES = (1.0, 0.99, 0.95, 0.9, 0.8, 0.6)  # of layers that have all experts in memory
 OWN = ("chips", "variant", "ram_gb", "disk_gb_per_s")  # the options that matter here
 
 
@@ -56,11 +55,6 @@ def lines_of(name: str, reach: Reach, macs: Sequence[Mac]) -> list[str]:
         + "".join(f"{f'prompt of {count}':>18}" for count in PROMPTS),
         *(line_of(reach, mac) for mac in macs),
         "",
-        "streamed tokens/s, about, by the share of layers that have all experts in memory: if the host waits for each",
-        "router's choice, and if layers are queued ahead of it:",
-        f"{'chip':9}" + "".join(f"{share:>12.0%}" for share in SHARES),
-        *(queued_line_of(reach, mac) for mac in macs),
-        "",
         "* The experts do not all fit this memory. At most: all of the bandwidth, arithmetic and disk, at the same",
         f"time. About: {BANDWIDTH_SHARE:.0%} of the bandwidth, {RATE_SHARE:.0%} of the arithmetic, "
         f"{1e6 * LAUNCH_SECONDS:.1f} us a launch, {1e3 * WAIT_SECONDS:.1f} ms a wait, and in decoding",
@@ -84,12 +78,6 @@ def line_of(reach: Reach, mac: Mac) -> str:
         *(f"{said(reach.prompt(mac, count, share)):>18}" for count in PROMPTS),
     ]
     return start + "".join(cells)
-
-
-def queued_line_of(reach: Reach, mac: Mac) -> str:
-    """The speeds of one Mac without and with queued layers."""
-    pairs = (reach.queued(mac, share) for share in SHARES)
-    return f"{mac.name:9}" + "".join(f"{', '.join(f'{one:.0f}' for one in pair):>12}" for pair in pairs)
 
 
 def said(speed: Speed) -> str:

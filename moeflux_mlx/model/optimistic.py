@@ -53,7 +53,7 @@ class Grouping(NamedTuple):
 # The fewer layers are queued, the less is computed in vain behind a missing expert, and the more the host has to do.
 # One layer behind the one whose choice is read is enough if a GPU computes it for longer than the host takes to read.
 # The first of these that applies is used; if none does, the host waits for each choice. CUDA's was measured on an H200
-# at 60 to 100 % of layers without a miss, Metal's were computed (`opening/reach.py`).
+# at 60 to 100 % of layers without a miss, Metal's were computed (`scripts/bench/play_queued.py`).
 SLOW = 0.4e-3  # seconds
 GROUPINGS = {
     "cuda": (Grouping(0.3, 8, 4, 2),),

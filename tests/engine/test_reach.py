@@ -5,6 +5,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
+import play_queued
 import pytest
 
 from moeflux_mlx import plan
@@ -28,6 +29,8 @@ def test_the_table_of_the_page_is_what_the_command_prints(capsys):
     command, table = re.search(r"```bash\n(.*?)\n```\n\n```text\n(.*?)```", section, re.DOTALL).groups()
     assert plan.main(shlex.split(command)[2:]) == 0
     assert capsys.readouterr().out == table
+    play_queued.main([])
+    assert f"```text\n{capsys.readouterr().out}```" in section
 
 
 def test_a_token_moves_the_weights_that_it_uses(reach):
@@ -70,13 +73,13 @@ def test_streaming_adds_misses_and_waits(reach):
 def test_waiting_takes_a_wait_for_each_layer_and_the_token(reach):
     mac = Mac.of("M4 Max")
     gpu = 1.8822e9 / 546e9 / 0.8 + 291 * 4.5e-6
-    assert 1 / reach.queued(mac, 1.0)[0] == pytest.approx(gpu + 41 * 0.3e-3, rel=1e-3)
+    assert 1 / play_queued.rates(reach, mac, 1.0)[0] == pytest.approx(gpu + 41 * 0.3e-3, rel=1e-3)
 
 
 @pytest.mark.parametrize("chip", ["M1", "M3 Pro", "M4 Max"])
 def test_queued_layers_take_the_gpus_time_and_never_more_than_waiting(reach, chip):
     mac = Mac.of(chip)
-    speeds = [reach.queued(mac, share) for share in (1.0, 0.99, 0.9, 0.6, 0.2)]
+    speeds = [play_queued.rates(reach, mac, share) for share in (1.0, 0.99, 0.9, 0.6, 0.2)]
     gpu = reach.token / mac.bandwidth / 0.8 + 291 * 4.5e-6
     assert gpu < 1 / speeds[0][1] < 1.1 * gpu + 40 * 20e-6 + 2 * 0.3e-3
     assert all(queued >= 0.98 * waiting for waiting, queued in speeds)
