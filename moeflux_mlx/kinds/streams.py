@@ -153,7 +153,7 @@ class BlockSums:
     @property
     def widths(self) -> tuple[int, ...]:
         """The widths of the rows that its operations take, besides the streams."""
-        return ()
+        return () if self.messages is None else (self.messages.rank,)
 
 
 Connections = HyperConnections | GatedConnections | IndependentConnections | Shortcut | BlockSums
