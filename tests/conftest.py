@@ -195,14 +195,6 @@ def host():
 
 
 @pytest.fixture
-def no_texts(monkeypatch):
-    """No text of a kernel has been compiled."""
-    from metal import msl
-
-    monkeypatch.setattr(msl.TextKernel, "texts", [])
-
-
-@pytest.fixture
 def small_products(monkeypatch):
     """Our kernels also multiply matrices that are so small that MLX's own product is as fast."""
     from moeflux_mlx.ops import linear

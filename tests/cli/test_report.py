@@ -80,8 +80,7 @@ def viewed(monkeypatch, cpu_device):
     monkeypatch.setattr(kernels, "SEQUENCES", ())
     monkeypatch.setattr(kernels, "CHECKED", ())
     reduce(monkeypatch, "kernels")
-    monkeypatch.setattr(OnlyCompiled, "texts", [])
-    monkeypatch.setattr(OnlyCompiled, "limits", {})
+    OnlyCompiled.limits.clear()
     with msl.launching(OnlyCompiled):
         yield
 

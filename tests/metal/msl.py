@@ -413,7 +413,8 @@ class HostKernel:
 
 
 class TextKernel(HostKernel):
-    """Lets the compiler check the source without running it and returns zeros. `texts` keeps the generated sources."""
+    """Lets the compiler check the source without running it and returns zeros. `texts` keeps the generated
+    sources since `launching` began."""
 
     texts: list[str] = []
 
@@ -434,6 +435,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, file: str, old: str, new: str) -> Non
 @contextlib.contextmanager
 def launching(kind: type[HostKernel] = HostKernel) -> Iterator[None]:
     """Gives the launch code a GPU: this harness in place of Metal, or the machine's own GPU."""
+    TextKernel.texts.clear()
     if AVAILABLE:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mx.fast, "metal_kernel", lambda **definition: kind(**definition))

@@ -329,7 +329,7 @@ NAMED = {  # value heads, key heads, experts, experts per token
 
 @msl.needed
 @pytest.mark.parametrize("name", NAMED)
-def test_source_compiles_for_every_variant(text_only, name, no_texts):
+def test_source_compiles_for_every_variant(text_only, name):
     heads, key_heads, E, K = NAMED[name]
     rng = np.random.default_rng(0)
     rule = ChannelDecay(-5.0, 128) if name.startswith("GLM") else None

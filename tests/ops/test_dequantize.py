@@ -106,7 +106,7 @@ def test_a_planted_fault_is_caught(host, monkeypatch, file, old, new):
 
 @msl.needed
 @pytest.mark.parametrize("H, I", [(2048, 512), (4096, 1024), (7168, 2048)])
-def test_source_compiles_for_named_shapes(H, I, no_texts):
+def test_source_compiles_for_named_shapes(H, I):
     record = Record.make(H, I)
     with msl.launching(msl.TextKernel):
         dequantized_records(

@@ -423,7 +423,7 @@ def launches(H, I, K, dtype):
 
 @msl.needed
 @pytest.mark.parametrize("name", one_in_three(VARIANTS))
-def test_source_compiles_for_every_variant(name, no_texts):
+def test_source_compiles_for_every_variant(name):
     with msl.launching(msl.TextKernel):
         launches(*VARIANTS[name], mx.bfloat16)
     assert len(msl.TextKernel.texts) == 5

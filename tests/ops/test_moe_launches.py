@@ -497,7 +497,7 @@ def stored(rows, columns, bits=4):
 
 @msl.needed
 @pytest.mark.parametrize("name", one_in_three(NAMED))
-def test_an_moe_layer_is_three_launches(name, no_texts):
+def test_an_moe_layer_is_three_launches(name):
     """The source of these launches compiles for every variant."""
     H, I, rule, bits, gate = NAMED[name]
     record, h = Record.make(H, I, **(BIASED if rule.logit_bias else {})), mx.zeros((1, H), mx.bfloat16)

@@ -45,7 +45,7 @@ def test_other_weights_of_the_chosen_experts_are_seen(monkeypatch):
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("given", [384, 1024])
-def test_the_threads_that_metal_gives_are_found(given, no_texts):
+def test_the_threads_that_metal_gives_are_found(given):
     """Checks MLX's words of refusal, and that the kernel compiles."""
 
     class Kernel(msl.TextKernel):
