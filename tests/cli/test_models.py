@@ -53,12 +53,12 @@ def test_the_list_says_how_to_open_a_gguf():
     assert "moeflux chat --model ORG/NAME:QUANT prints the size first" in last
 
 
-def test_models_with_gguf_files_by_architecture(capsys):
-    out = said(capsys, "--gguf", INSTANT)
+def test_models_with_gguf_files_by_architecture():
+    out = said("--gguf", INSTANT)
     rows = [line.split() for line in out.split("\n\n")[0].splitlines()[1:]]
     assert {row[0] for row in rows} == set(GGUF) and rows == sorted(rows, key=lambda row: (row[0], float(row[-1])))
     assert {row[1]: row[0] for row in rows} == {
-        fit["name"]: fit["architecture"] for fit in listed(capsys, INSTANT) if fit["architecture"]
+        fit["name"]: fit["architecture"] for fit in listed(INSTANT) if fit["architecture"]
     }
     assert ["deepseek2", "kimi-k2.6"] in [row[:2] for row in rows] and "g9v3" not in out
     assert max(map(len, out.splitlines())) <= 100

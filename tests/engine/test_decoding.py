@@ -35,8 +35,8 @@ def session_of(model, **options):
     return Session(model, load_tokenizer(tiny_directory("qwen3_next")), **options)
 
 
-def answered_alone(model, prompt):
-    responses = session_of(model).respond(prompt, max_tokens=COUNT)
+def answered_alone(model, prompt, **options):
+    responses = session_of(model, **options).respond(prompt, max_tokens=COUNT)
     return [(response.token, np.array(response.logprobs)) for response in responses]
 
 

@@ -46,7 +46,8 @@ def model():
 
 @pytest.mark.skipif(backend.has_kernels(), reason="threads of one process share its GPU")
 def test_texts_that_are_left_at_any_moment_hold_nothing(model):
-    alone = [answered_alone(model, prompt) for prompt in PROMPTS]
+    cuts = {"span": 20, "prefill_step_size": 8}
+    alone = [answered_alone(model, prompt, **cuts) for prompt in PROMPTS]
 
     @given(st.lists(ACTIONS, min_size=4, max_size=24))
     @settings(max_examples=10)
@@ -59,7 +60,7 @@ def test_texts_that_are_left_at_any_moment_hold_nothing(model):
                     if event.token is not None:
                         told[event.text].append((event.token, event.logprobs))
             elif name == "add" and number not in texts:
-                session = session_of(model, span=20, prefill_step_size=8)
+                session = session_of(model, **cuts)
                 texts[number] = session.answer(PROMPTS[number], max_tokens=COUNT)
                 told[texts[number]] = []
                 loop.add(texts[number])
