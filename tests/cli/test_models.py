@@ -10,10 +10,11 @@ import pytest
 from test_docs import refusal
 
 from moeflux_mlx import models
+from moeflux_mlx.cli import known_models
 from moeflux_mlx.cli.known_models import COMFORTABLE
 from moeflux_mlx.families.registry import GGUF
 from moeflux_mlx.plan import describe_variant
-from moeflux_mlx.planning.machine import default_dtype
+from moeflux_mlx.planning.machine import Figures, default_dtype
 from moeflux_mlx.spec import ModelArgs, variants
 from moeflux_mlx.tools.checkup import product_rate
 
@@ -62,6 +63,13 @@ def test_models_with_gguf_files_by_architecture():
     }
     assert ["deepseek2", "kimi-k2.6"] in [row[:2] for row in rows] and "g9v3" not in out
     assert max(map(len, out.splitlines())) <= 100
+
+
+def test_a_model_with_a_repository_is_planned_in_place():
+    """A checkpoint's experts lie in pieces, for which reading takes 41 MB more."""
+    here = known_models.machine_of(Figures(64_000_000_000), 5e9, 1e12)
+    fit = known_models.fit("qwen3-30b-a3b", here, mx.float32, None)
+    assert fit.repository and fit.memory_bytes == pytest.approx(19.875e9, abs=1e7)
 
 
 def test_a_context_of_no_tokens_is_refused(capsys):
