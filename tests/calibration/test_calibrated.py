@@ -22,13 +22,17 @@ from moeflux_mlx.calibration import rounding
 from moeflux_mlx.calibration.calibrated import Calibration, convert_calibrated, plan_calibrated
 from moeflux_mlx.calibration.errors import Option, spend
 from moeflux_mlx.calibration.layers import LayerRun
-from moeflux_mlx.calibration.weights import open_layers
+from moeflux_mlx.calibration.needs import needs_of
+from moeflux_mlx.calibration.weights import CheckpointWeights, open_layers
 from moeflux_mlx.convert import main as convert_command
 from moeflux_mlx.errors import ConfigError, RequestError
+from moeflux_mlx.formats.checkpoint import open_checkpoint
 from moeflux_mlx.formats.packed import open_packed
 from moeflux_mlx.packing.conversion import ConvertSettings, convert
 from moeflux_mlx.packing.located import Located
+from moeflux_mlx.packing.plan import make_plan, read_args
 from moeflux_mlx.packing.recipe import Recipe, read_recipe
+from moeflux_mlx.packing.wanted import Forms, Wanted
 from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs
 
@@ -61,6 +65,16 @@ def checkpoint(tmp_path):
 
 def calibration(tmp_path, text, method="gptq", **more):
     return Calibration(tmp_path / "work", [text], method, dtype=mx.float32, **more)
+
+
+@pytest.mark.parametrize(("family", "streams"), [("qwen3_moe", 1), ("deepseek_v4", 4)])
+def test_a_token_takes_its_hidden_states_twice_on_the_disk(checkpoint, family, streams):
+    path, _ = checkpoint(family)
+    given = open_checkpoint(path)
+    weights = CheckpointWeights(given, read_args(given))
+    plan = make_plan(given, weights.args, Wanted.of(Forms()))
+    few, many = (needs_of(weights, plan, tokens, "fit", mx.float32, None) for tokens in (1000, 1001))
+    assert many.disk - few.disk == 2 * streams * weights.args.hidden_size * 4
 
 
 @pytest.mark.usefixtures("one_turn")

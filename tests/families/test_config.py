@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from tiny_models import tiny_directory
 
 from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError
+from moeflux_mlx.families.deepseek_v41 import USUAL as USUAL_OF_V41
 from moeflux_mlx.families.longcat import USUAL
 from moeflux_mlx.families.muse_spark import USUAL as USUAL_OF_MUSE
 from moeflux_mlx.families.names import canonical_name
@@ -122,6 +123,13 @@ YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 
 def config_of(name):
     return read_json(directory("configs") / f"{name}.json")
+
+
+def test_layers_of_deepseek_v41_that_compress_and_choose_are_the_published_ones():
+    published = read_json(directory("configs") / "deepseek-v4.1-flash-552b.json")
+    without = {key: value for key, value in published.items() if key not in USUAL_OF_V41}
+    assert len(published) == len(without) + 2
+    assert ModelArgs.from_dict(without) == ModelArgs.from_dict(published)
 
 
 def test_variants_are_the_named_ones():
