@@ -45,19 +45,23 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind, records", drawn(KINDS, [ROUTED, 30]))
-def test_the_bits_of_experts_in_memory(monkeypatch, kind, records):
-    """Steps of one token and of several, and prompts in one piece and in two."""
-    options = KINDS[kind]
+def has_the_bits_of_experts_in_memory(monkeypatch, family, kind, records):
+    """Steps of one token and of several, and prompts in one piece and in two, with a pool of so many records."""
+    options, tokens = KINDS[kind], mx.array(goldens.golden(family)[0])[None]
     if options is not None:
         use_plain_operations(monkeypatch)
-    model = streamed(tiny_directory(FAMILY), least_slots=ROUTED, cache_bytes=records * RECORD, **(options or {}))
-    whole = load_model(tiny_directory(FAMILY), dtype=mx.float32)
-    for text, chunk in ((TOKENS[:, :9], 1), (TOKENS[:, :20], 10), (TOKENS, 20), (TOKENS, 64)):
+    model = streamed(tiny_directory(family), least_slots=ROUTED, cache_bytes=records * RECORD, **(options or {}))
+    whole = load_model(tiny_directory(family), dtype=mx.float32)
+    for text, chunk in ((tokens[:, :9], 1), (tokens[:, :20], 10), (tokens, 20), (tokens, 64)):
         assert np.array_equal(run(model, text, chunk), run(whole, text, chunk)), chunk
     assert model.experts.stats.misses > 0
     model.experts.close()
     whole.experts.close()
+
+
+@pytest.mark.parametrize("kind, records", drawn(KINDS, [ROUTED, 30]))
+def test_the_bits_of_experts_in_memory(monkeypatch, kind, records):
+    has_the_bits_of_experts_in_memory(monkeypatch, FAMILY, kind, records)
 
 
 def test_a_wrong_byte_of_a_value_expert_changes_the_logits(tmp_path):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from grids import drawn
 from test_kin import TOLERANCE, error
-from test_streaming import run, streamed
-from tiny_models import tiny_directory, tiny_model, use_plain_operations
+from test_value_records import has_the_bits_of_experts_in_memory
+from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx.calibration.layers import LayerRun
 from moeflux_mlx.calibration.weights import open_layers
@@ -29,7 +29,7 @@ from moeflux_mlx.state.snapshot import save_state, state_size
 
 FAMILY, FIRST, END, LAYERS, PASSES, WIDTH = "inkling2_loop", 2, 6, 7, 3, 128
 VISITS = (0, 1, *[2, 3, 4, 5] * 3, 6)
-ROUTED, TOP_K, RECORD = 9, 3, 16384
+ROUTED, TOP_K = 9, 3
 TOKENS = mx.array(goldens.golden(FAMILY)[0])[None]
 
 
@@ -45,26 +45,12 @@ def test_layers_in_the_order_in_which_a_token_passes_them():
 
 # ---- experts
 
-KINDS = {
-    "read in place": None,
-    "on MLX's side": {"copied": False},
-    "copied, and kept on the host": {"copied": True, "host_bytes": 1 << 30},
-}
 
-
-@pytest.mark.parametrize("kind, records", drawn(KINDS, [ROUTED, 30]))
+@pytest.mark.parametrize(
+    "kind, records", drawn(("read in place", "on MLX's side", "copied, and kept on the host"), [ROUTED, 30])
+)
 def test_the_bits_of_experts_in_memory(monkeypatch, kind, records):
-    """Steps of one token and of several, and prompts in one piece and in two."""
-    options = KINDS[kind]
-    if options is not None:
-        use_plain_operations(monkeypatch)
-    model = streamed(tiny_directory(FAMILY), least_slots=ROUTED, cache_bytes=records * RECORD, **(options or {}))
-    whole = load_model(tiny_directory(FAMILY), dtype=mx.float32)
-    for text, chunk in ((TOKENS[:, :9], 1), (TOKENS[:, :20], 10), (TOKENS, 20), (TOKENS, 64)):
-        assert np.array_equal(run(model, text, chunk), run(whole, text, chunk)), chunk
-    assert model.experts.stats.misses > 0
-    model.experts.close()
-    whole.experts.close()
+    has_the_bits_of_experts_in_memory(monkeypatch, FAMILY, kind, records)
 
 
 def test_a_pass_asks_for_records_that_the_pass_before_may_have_read():
