@@ -126,7 +126,7 @@ def config_of(name):
 
 
 def test_layers_of_deepseek_v41_that_compress_and_choose_are_the_published_ones():
-    published = read_json(directory("configs") / "deepseek-v4.1-flash-552b.json")
+    published = config_of("deepseek-v4.1-flash-552b")
     without = {key: value for key, value in published.items() if key not in USUAL_OF_V41}
     assert len(published) == len(without) + 2
     assert ModelArgs.from_dict(without) == ModelArgs.from_dict(published)
