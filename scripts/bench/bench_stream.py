@@ -126,24 +126,25 @@ def add_streaming(commands: Any) -> None:
     forms.add_argument("--experts", type=int, help="keep only this many (default: all)")
     forms.add_argument("--tiny", action="store_true", help="tiny widths, where other forms may take a form's place")
     forms.add_argument("--modes", nargs="+", choices=MODES, default=["affine", "q3_k", "iq2_xs", "iq3_xxs"])
-    forms.add_argument("--share", type=float, default=0.25, help="of the experts that the pool holds")
-    forms.add_argument("--rounds", type=int, default=9)
-    forms.add_argument("--max-tokens", type=int, default=32)
-    forms.add_argument("--temp", type=float, default=5.0)
-    forms.add_argument("--prefetch", choices=("auto", "off"), default="auto")
+    add_rounds(forms)
     forms.add_argument("--folder", type=Path, help="of the models, about 3 GB each with 8 layers (default: temporary)")
     forms.set_defaults(run=bench_forms)
+
+
+def add_rounds(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `compared`."""
+    parser.add_argument("--share", type=float, default=0.25, help="of the experts that the pool holds")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--temp", type=float, default=5.0)
+    parser.add_argument("--prefetch", choices=("auto", "off"), default="auto")
 
 
 def add_places(commands: Any) -> None:
     places = commands.add_parser("places")
     places.add_argument("--model", type=Path, required=True)
     places.add_argument("--checkpoint", type=Path, required=True)
-    places.add_argument("--share", type=float, default=0.25, help="of the experts that the pool holds")
-    places.add_argument("--rounds", type=int, default=9)
-    places.add_argument("--max-tokens", type=int, default=32)
-    places.add_argument("--temp", type=float, default=5.0)
-    places.add_argument("--prefetch", choices=("auto", "off"), default="auto")
+    add_rounds(places)
     places.add_argument("--drive-mbps", type=float, help="slows the drive down to this (blkio control group)")
     places.set_defaults(run=bench_places)
     drives = commands.add_parser("drives")
