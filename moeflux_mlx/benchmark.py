@@ -24,6 +24,7 @@ from .cli.benchmarking import (
 )
 from .cli.diagnosis import machine_lines
 from .cli.fetching import local_model
+from .cli.known_models import forecast_of
 from .cli.opening import note_idle_options, open_optional
 from .cli.options import add_model_options
 from .cli.ranks import add_rank_options, together
@@ -31,7 +32,6 @@ from .cli.terminal import mapped_memory_gb, peak_memory_gb
 from .errors import RequestError
 from .files import JsonDict
 from .opening.engine import Engine
-from .opening.forecasts import forecast_of
 from .planning.forecast import Forecast
 from .planning.machine import machine_figures
 from .spec import ModelArgs

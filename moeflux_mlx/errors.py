@@ -10,13 +10,6 @@
     |   `-- RankStopped      one of them was stopped
     |-- TokenizerError       tokenizer files or chat template are missing or cannot be used
     |-- SnapshotError        a state cannot be saved, or bytes are not a snapshot of this model's state
-    |   |-- BufferTooSmallError    shorter than a header
-    |   |-- BadMagicError          does not begin like a snapshot
-    |   |-- BadVersionError        a version that is unknown, or cannot hold this model's state
-    |   |-- ShapeMismatchError     .field of the header, or a length, contradicts the model
-    |   |-- NegativeLengthError    .layer has fewer than no positions
-    |   |-- LengthOverflowError    .layer has more positions than the format allows
-    |   `-- TruncatedError         ends inside .layer
     |-- PromptCacheError     a prompt cache file cannot be written, or is damaged
     |   `-- FingerprintError       belongs to another model, tokenizer, cache dtype or rounding
     `-- RequestError         the caller asked for something impossible (sampler values, token counts, text)
@@ -99,44 +92,6 @@ class TokenizerError(MoefluxError):
 
 class SnapshotError(MoefluxError, ValueError):
     """A state that cannot be expressed as a snapshot, or bytes that are not a snapshot of this model."""
-
-
-class BufferTooSmallError(SnapshotError):
-    """The snapshot is shorter than its header."""
-
-
-class BadMagicError(SnapshotError):
-    """The bytes do not begin with the magic word of a snapshot."""
-
-
-class BadVersionError(SnapshotError):
-    """A format version that is not known, or that cannot hold this model's kind of state."""
-
-
-class ShapeMismatchError(SnapshotError):
-    """A word of the header contradicts the model, or layers disagree on their length; `field` names it."""
-
-    def __init__(self, message: str, field: str):
-        super().__init__(message)
-        self.field = field
-
-
-class _LayerError(SnapshotError):
-    def __init__(self, message: str, layer: int):
-        super().__init__(message)
-        self.layer = layer
-
-
-class NegativeLengthError(_LayerError):
-    """The length of `layer` is negative."""
-
-
-class LengthOverflowError(_LayerError):
-    """The length of `layer` is beyond what the format allows."""
-
-
-class TruncatedError(_LayerError):
-    """The snapshot ends before the state of `layer` does."""
 
 
 class PromptCacheError(MoefluxError):

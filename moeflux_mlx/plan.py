@@ -40,12 +40,11 @@ from .opening.weights import ModelWeights, open_weights, with_best_pool
 from .packing.recipe import Recipe, read_recipe
 from .packing.tables import SMALL_GROUP
 from .planning.budget import Planner
-from .planning.demand import Demand
 from .planning.expert_io import from_environment
 from .planning.forecast import TokenWork, expected, uniform
 from .planning.kv_bits import keeping, state_lines
 from .planning.machine import default_dtype, in_gb
-from .planning.memory_plan import MemoryPlan
+from .planning.memory_plan import Demand, MemoryPlan
 from .planning.quants import Quants
 from .quant import Quant
 from .spec import ModelArgs

@@ -131,7 +131,7 @@ def speed_with(path: Path, pool: int, seconds: float) -> float:
         warm_start="off",
         without_correction_bias=True,
     )
-    try:
+    with closing(engine.experts):
         start, times = time.perf_counter(), list[float]()
         prompt, sampler = engine.tokenizer.encode(PROMPT), make_sampler(1.0, key=mx.random.key(0))
         with closing(generate_step(prompt, engine.model, max_tokens=ANSWER, sampler=sampler)) as steps:
@@ -141,8 +141,6 @@ def speed_with(path: Path, pool: int, seconds: float) -> float:
                     break
         half = len(times) // 2
         return (len(times) - 1 - half) / (times[-1] - times[half])
-    finally:
-        engine.experts.close()
 
 
 def parser() -> argparse.ArgumentParser:

@@ -9,7 +9,8 @@ import routing_trace
 from tiny_models import tiny_directory
 
 from moeflux_mlx import load_model
-from moeflux_mlx.driving import decoding, head_drafts
+from moeflux_mlx.driving import decoding
+from moeflux_mlx.driving import drafts as drafts_module
 
 PROMPT, TOKENS = [1, 2, 3], 24
 
@@ -18,7 +19,7 @@ PROMPT, TOKENS = [1, 2, 3], 24
 def traced(monkeypatch):
     """A streamed model whose rows follow a trace of three sequences."""
     monkeypatch.setattr(decoding, "Lookup", decoding.Lookup)  # `guide` replaces them
-    monkeypatch.setattr(head_drafts, "HeadDrafts", head_drafts.HeadDrafts)
+    monkeypatch.setattr(drafts_module, "HeadDrafts", drafts_module.HeadDrafts)
     made = routing_trace.synthesize_drafts((3, 40, 3, 4), 16, 0.4, 0.0, np.random.default_rng(0))
     model = load_model(str(tiny_directory("qwen3_moe")), expert_io="pread", expert_cache_bytes=1)  # the smallest pool
     yield bench.TracedText(model, made, PROMPT), model

@@ -12,7 +12,8 @@ import pytest
 import routing_trace
 from tiny_models import tiny_directory, write_tokenizer
 
-from moeflux_mlx.driving import decoding, head_drafts
+from moeflux_mlx.driving import decoding
+from moeflux_mlx.driving import drafts as drafts_module
 
 TINY = ("--tiny", "--rounds", 1)
 PLAIN = ("--variant", "qwen3-30b-a3b", "--layers", 2)  # whose mixers take the least time
@@ -23,7 +24,7 @@ STREAM = ("--rounds", 1, "--max-tokens", 2)
 def alone(monkeypatch, team):
     """A script's settings end with its test."""
     monkeypatch.setattr(decoding, "Lookup", decoding.Lookup)
-    monkeypatch.setattr(head_drafts, "HeadDrafts", head_drafts.HeadDrafts)
+    monkeypatch.setattr(drafts_module, "HeadDrafts", drafts_module.HeadDrafts)
 
 
 @pytest.fixture

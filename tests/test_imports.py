@@ -188,7 +188,7 @@ def test_opening_a_checkpoint_imports_nothing_that_writes_one():
         seen.add(module := todo.pop())
         todo += graph()[module] - seen
     assert "packing.plan" in seen
-    assert not seen & {"packing.conversion", "packing.writer", "packing.shards", "packing.journal"}
+    assert not seen & {"packing.conversion", "packing.writer", "packing.shards", "packing.supply"}
 
 
 def test_each_mixer_is_a_folder_of_its_own():

@@ -280,7 +280,7 @@ class _Conversion:
     def planned(self, args: ModelArgs, wanted: Wanted) -> tuple[ConversionPlan, Needs]:
         """The plan of the conversion, and the needs of the run."""
         given = self.calibration
-        plan = make_plan(self.checkpoint, args, replace(wanted, rounding=Calibrated(self.folder, given.method)))
+        plan = make_plan(self.checkpoint, args, replace(wanted, rounding=Calibrated(given.method, self.folder)))
         limit, tokens = None if given.memory_gb is None else int(given.memory_gb * 1e9), sum(map(len, self.texts))
         return plan, needs_of(self.weights, plan, tokens, given.method, given.dtype, limit)
 
@@ -296,7 +296,7 @@ class _Conversion:
         given = self.weights, plan, self.texts, self.folder, self.calibration.dtype, rounder
         run = RoundingRun(*given, together=needs.together, name=name)
         run.run(lambda share: self._report(share, "rounding"))
-        return Calibrated(self.folder, f"{settings} for the text {digest_of(self.texts)[:16]}")
+        return Calibrated(f"{settings} for the text {digest_of(self.texts)[:16]}", self.folder)
 
 
 def _bytes_in(folder: Path) -> int:

@@ -1,7 +1,5 @@
 """Computes the routed experts of a layer in floats, one after the other, each over all rows that chose it."""
 
-from typing import Protocol
-
 import mlx.core as mx
 import numpy as np
 
@@ -12,19 +10,10 @@ from ..kinds import Experts
 from ..ops.backend import AnyArray, Array, as_dtype, library_of, of_kind
 from ..ops.elementwise import float32
 from ..ops.experts import Shared
+from .seen import SeenLayer
 from .weights import LayerWeights
 
 ROWS_AT_ONCE = 16384  # rows of an expert in one product; limits temporary memory for any distribution of rows
-
-
-class ExpertObserver(Protocol):
-    """Sees what a layer's routed experts multiply."""
-
-    def observe_input(self, x: Array, ids: np.ndarray, weights: np.ndarray) -> None:
-        """All rows [N, H], each once, with the experts [N, K] of each and their weights."""
-
-    def observe_expert(self, activations: Array, weights: np.ndarray) -> None:
-        """The activations [N, I] of an expert for rows that chose it, and their routing weights, float32 [N]."""
 
 
 class NoRecords(WholeExperts):
@@ -49,7 +38,7 @@ class OneByOne:
     def __init__(self, weights: LayerWeights, dtype: mx.Dtype):
         self.source = NoRecords(weights.layout, "experts are read one by one")
         self._weights, self._dtype = weights, dtype
-        self.observer: ExpertObserver | None = None
+        self.observer: SeenLayer | None = None
 
     def wants_guess(self, layer: int, tokens: int) -> bool:
         return False

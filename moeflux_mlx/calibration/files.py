@@ -13,27 +13,20 @@ from ..errors import ExpertIOError, ModelFileError, RequestError
 from ..files import replace_file
 from ..formats.checkpoint import Tensor
 from ..ops.forms import NAMES
-from ..packing.resident import TensorFile, array_bytes
+from ..packing.resident import TensorFile
 from ..packing.sources import WrittenTensor
 
 
 @dataclass(frozen=True)
-class HeldTensor:
-    """A tensor to write, which is in memory."""
+class _Given:
+    """Tensors that are given as arrays, one after the other."""
 
-    name: str
-    array: mx.array
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return ()
-
-    @property
-    def written(self) -> tuple[WrittenTensor, ...]:
-        return (WrittenTensor(self.name, NAMES[self.array.dtype], tuple(self.array.shape)),)
+    written: tuple[WrittenTensor, ...]
+    rows: Iterable[mx.array]
+    tensors: tuple[Tensor, ...] = ()
 
     def arrays(self) -> Iterator[mx.array]:
-        yield self.array
+        return iter(self.rows)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, mx.array]) -> None:
@@ -42,8 +35,9 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array]) -> None:
     Raises:
         RequestError: the system refuses.
     """
-    file = TensorFile(path.name, tuple(HeldTensor(name, tensors[name]) for name in sorted(tensors)))
-    _replace(path, (memoryview(chunk) for chunk in file.chunks()))
+    names = sorted(tensors)
+    form = {name: WrittenTensor(name, NAMES[tensors[name].dtype], tuple(tensors[name].shape)) for name in names}
+    write_rows(path, form, map(tensors.__getitem__, names))
 
 
 def write_rows(path: Path, form: Mapping[str, WrittenTensor], rows: Iterable[mx.array]) -> None:
@@ -55,30 +49,8 @@ def write_rows(path: Path, form: Mapping[str, WrittenTensor], rows: Iterable[mx.
     Raises:
         RequestError: the system refuses. Errors of `rows`.
     """
-    header = TensorFile(path.name, tuple(_Promised(one) for one in form.values())).header
-
-    def chunks() -> Iterator[bytes | memoryview]:
-        yield header
-        for array, one in zip(rows, form.values(), strict=True):
-            assert array.nbytes == one.nbytes, one.name
-            yield array_bytes(array)
-
-    _replace(path, chunks())
-
-
-@dataclass(frozen=True)
-class _Promised:
-    """A tensor of which only the form is known yet."""
-
-    one: WrittenTensor
-    tensors: tuple[Tensor, ...] = ()
-
-    @property
-    def written(self) -> tuple[WrittenTensor, ...]:
-        return (self.one,)
-
-    def arrays(self) -> Iterator[mx.array]:
-        raise NotImplementedError
+    file = TensorFile(path.name, (_Given(tuple(form.values()), rows),))
+    _replace(path, map(memoryview, file.chunks()))
 
 
 @contextmanager

@@ -18,13 +18,11 @@ import numpy as np
 
 from ..kinds import Experts
 from ..model.tensors import layer_of
-from ..ops.forms import unpacked_float32
-from ..packing.expert_parts import SCALES
+from ..ops.forms import DTYPES, unpacked_float32
 from ..packing.ggml import Codes, rounded, tables
 from ..packing.layer_files import LayerFile
-from ..packing.matrix import Matrix
+from ..packing.matrix import ALL, Matrix, Rounding
 from ..packing.plan import ConversionPlan
-from ..packing.rounding import ALL, Alone
 from ..packing.sources import MatrixSource
 from ..quant import INTEGER, Quant
 from ..rounding.gptq import TURNS, damped, gptq
@@ -44,13 +42,12 @@ def codes_path(folder: Path, layer: int) -> Path:
 
 
 @dataclass(frozen=True)
-class Calibrated:
-    """A `packing.rounding.Rounding`: the codes that a `RoundingRun` has left in a folder, and for what it has not
+class Calibrated(Rounding):
+    """The codes that a `RoundingRun` has left in a folder, and for what it has not
     rounded, such as an embedding, those of the least squared error.
     """
 
     folder: Path
-    method: str
 
     def codes(self, path: str, matrix: Matrix, quant: Quant, rows: slice = ALL, dtype: mx.Dtype = mx.bfloat16) -> Codes:
         """As `Rounding.codes`. Raises ModelFileError: a file cannot be read."""
@@ -58,7 +55,7 @@ class Calibrated:
         while (part := tensors.get(f"{path}.{len(parts)}")) is not None:
             parts.append(part)
         if not parts:
-            return Alone(FIT).codes(path, matrix, quant, rows, dtype)
+            return Rounding(FIT).codes(path, matrix, quant, rows, dtype)
         return tuple(parts)
 
     def _tensors(self, path: str) -> Mapping[str, mx.array]:
@@ -222,7 +219,7 @@ class _Group:
         """The codes of the projections with these indices, by name."""
         experts = [self.weights.expert(self.unit.layer, number, mx.float32) for number in self.numbers]
         rows = [self.seen.rows(number) for number in self.numbers]
-        dtype, last = SCALES[self.unit.geometry.dtype], len(self.unit.geometry.projections) - 1
+        dtype, last = DTYPES[self.unit.geometry.dtype], len(self.unit.geometry.projections) - 1
         inputs = mx.stack([self._blended(one, self.seen.input) for one in rows])
         made: dict[int, Codes] = {}
         if first := [index for index in wanted if index < last]:  # rows of one matrix: they have the same inputs

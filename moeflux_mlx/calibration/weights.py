@@ -2,9 +2,7 @@
 form, or of a packed model. Opening reads headers only.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -12,8 +10,8 @@ import numpy as np
 from ..errors import NotPackedError
 from ..formats.checkpoint import Checkpoint, check_folders, open_checkpoint, read_bytes
 from ..formats.packed import open_packed
-from ..formats.record import BIAS, ExpertLayout
-from ..formats.tables import TableFiles, open_tables
+from ..formats.record import BIAS
+from ..formats.tables import open_tables
 from ..kinds import Activation
 from ..model.weights import read_resident
 from ..ops.backend import AnyArray, Array
@@ -57,37 +55,7 @@ class FloatExpert:
         return plus(product, self.biases[index]) if self.biases else product
 
 
-class LayerWeights(Protocol):
-    """The weights of a model, read when they are needed."""
-
-    @property
-    def args(self) -> ModelArgs:
-        """The model's sizes; its `quantization` is that of the tensors of `resident`."""
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Of all resident tensors."""
-
-    @property
-    def layout(self) -> ExpertLayout:
-        """The layout of its routed experts."""
-
-    @property
-    def tables(self) -> Mapping[int, TableFiles]:
-        """The places of the rows of n-grams, by layer."""
-
-    def resident(self, path: str) -> dict[str, mx.array]:
-        """The resident tensors of the module `path` of the model, by name.
-
-        Raises:
-            ModelFileError: a file cannot be read, or a value is not finite.
-        """
-
-    def expert(self, layer: int, expert: int, dtype: mx.Dtype) -> FloatExpert:
-        """One expert in `dtype`. Raises ModelFileError, as `resident`."""
-
-
-def open_layers(located: Located, without_correction_bias: bool = False) -> LayerWeights:
+def open_layers(located: Located, without_correction_bias: bool = False) -> "LayerWeights":
     """The weights of a packed model, or of a checkpoint in any form that `convert` reads.
 
     Args:
@@ -180,3 +148,8 @@ class PackedWeights:
         parts = zip(record.projections, dense(records, alone, mx.float32), strict=True)
         matrices = tuple(unpacked_float32(one.quant, *part)[0].astype(dtype) for one, part in parts)
         return FloatExpert(matrices, tuple(bias[0] for bias in linear_biases(records, alone, dtype) or ()))
+
+
+# The weights of a model, read when they are needed: `resident` are the tensors of a module path, `expert` is one expert
+# in a dtype; `args.quantization` is that of the resident tensors, whose `names` are known before they are read.
+LayerWeights = CheckpointWeights | RoundedWeights | PackedWeights

@@ -6,8 +6,8 @@ because its own imports need MLX. They take half a second, in which an interrupt
 
 import sys
 
-from .interrupts import end_at_once
 from .main import COMMANDS, require_mlx
+from .terminal import end_at_once
 
 _spec = getattr(sys.modules["__main__"], "__spec__", None)
 if _spec is not None and _spec.name in {module for module, _ in COMMANDS.values()}:

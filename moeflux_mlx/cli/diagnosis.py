@@ -33,9 +33,8 @@ from ..ops.launch import MOST_THREADS
 from ..planning.machine import Figures, default_dtype, in_gb, machine_figures, used_memory
 from ..planning.settings import chip, physical_ram_bytes
 from ..tools.checkup import ASKED, check_operations, runs_on, thread_limits
-from ..tools.demo_check import BOUND, NATS, open_demo, story_rows
+from ..tools.demo_check import BOUND, NATS, measure_rates, open_demo, story_rows
 from ..tools.kernels import Built, compiled_in_time, programs_of_variants
-from ..tools.rates import measure_rates
 from .benchmarking import OURS, measured, own_steps
 from .benchmarking import table as table_of_speed
 from .known_models import Fit, Machine, known_models, machine_of
@@ -142,7 +141,7 @@ class Facts:
         lines, is_right, rows = list[str](), True, list[np.ndarray]()
         for title, io, pool in (("in memory", "mmap", None), ("half of the experts streamed", "pread", POOL)):
             engine = open_demo(io, pool)
-            try:
+            with closing(engine.experts):
                 made, nats = story_rows(engine)
                 rows.append(made)
                 is_near = abs(nats - NATS) <= BOUND
@@ -150,8 +149,6 @@ class Facts:
                 verdict = "right" if is_near else "WRONG"
                 lines.append(f"{title}: a known story has {nats:.3f} nats a token, {verdict} ({NATS} expected)")
                 lines += speed_of(engine)
-            finally:
-                engine.experts.close()
         is_same = np.array_equal(rows[0], rows[1])
         lines.append(f"streaming gives {'the same bits' if is_same else 'OTHER BITS'}")
         return lines, is_right and is_same

@@ -1,6 +1,7 @@
 """How the known models would run on this machine: `moeflux models`, and the end of `moeflux doctor`.
 
-Everything is counted from configurations; nothing is downloaded or loaded.
+Everything is counted from configurations; nothing is downloaded or loaded. `forecast_of` is for a loaded
+model.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,9 @@ from ..experts.source import IoMode
 from ..families.registry import architecture_of
 from ..files import directory, read_json
 from ..formats.record import ExpertLayout
-from ..kept.rates import Rates, rates_with
-from ..model.tensors import variant_bytes
+from ..kept.rates import Rates, kept_rates, rates_with
+from ..model.tensors import token_bytes, variant_bytes
+from ..opening.engine import Engine
 from ..opening.load_settings import LoadSettings
 from ..planning.budget import plan_memory
 from ..planning.forecast import Forecast, TokenWork, expected
@@ -154,3 +156,18 @@ def table(here: Machine, fits: Sequence[Fit]) -> list[str]:
         "as a small trained model's do, and a layer takes what moeflux doctor measured, or what is usual.",
         "moeflux benchmark measures a downloaded model.",
     ]
+
+
+def forecast_of(engine: Engine, positions: int, hits: float | None = None) -> Forecast | None:
+    """Of the tokens of a text after `positions` others; None: moeflux doctor has not measured this machine.
+
+    Args:
+        hits: of a token's experts, those that are in memory; None: as many as in texts.
+    """
+    rates = kept_rates()
+    if rates is None:
+        return None
+    args, dtype = engine.model.args, engine.model.activation_dtype
+    dense, routed = token_bytes(args, engine.weights.shapes, dtype), engine.experts.layout.token_bytes(args)
+    work = TokenWork.of(args, dense, routed, positions, dtype.size)
+    return expected(engine.plan, work, rates, hits)

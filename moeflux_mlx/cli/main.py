@@ -8,8 +8,7 @@ from ..errors import did_you_mean
 from ..foreign import remedy_of_command
 from ..process import check_mlx
 from ..version import full_version
-from .interrupts import end_at_once
-from .terminal import say
+from .terminal import end_at_once, say
 
 COMMANDS = {
     "generate": ("moeflux_mlx.generate.__main__", "generate text for one prompt"),

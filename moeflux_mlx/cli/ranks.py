@@ -13,9 +13,8 @@ from ..several.joining import end_process, join
 from ..several.lead import Lead
 from ..several.ranks import Ranks
 from .fetching import local_model
-from .interrupts import end_at_once
 from .opening import open_optional
-from .terminal import note
+from .terminal import end_at_once, note
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:

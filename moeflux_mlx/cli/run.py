@@ -13,8 +13,7 @@ from ..errors import MoefluxError, MoefluxWarning, RequestError, did_you_mean
 from ..foreign import remedy_of_option
 from ..ops.limits import within_limits
 from ..planning.settings import allow_open_files, set_variables
-from .interrupts import INTERRUPTED, raise_again
-from .terminal import give_up_stdout, note
+from .terminal import INTERRUPTED, give_up_stdout, note, raise_again
 
 UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)  # errors of writing to stdout
 

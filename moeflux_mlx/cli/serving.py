@@ -19,12 +19,11 @@ from ..files import read_json
 from ..installation import install_command
 from ..model.step import MAX_ROWS
 from ..opening.engine import Engine
-from ..opening.forecasts import forecast_of
 from ..packing.located import Located
 from ..planning.parallel import cache_room
 from ..spec import ModelArgs
 from ..vision.vision import open_reader
-from .known_models import POSITIONS
+from .known_models import POSITIONS, forecast_of
 from .opening import check_store, open_store
 from .options import parse_template_config
 from .sampling import REPETITION, SAMPLER, add_samplers, given

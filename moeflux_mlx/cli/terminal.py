@@ -1,4 +1,6 @@
-"""Output to a terminal and input from it: lines on stderr, progress, interruption."""
+"""Output to a terminal and input from it: lines on stderr, progress, interruption. While a command is
+imported, an interrupt ends the process without a traceback (`end_at_once`).
+"""
 
 import contextlib
 import os
@@ -199,3 +201,22 @@ class Interruption:
         again, self.wanted = self.wanted, True
         if again or self._at_once:
             raise KeyboardInterrupt
+
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def _end(*_: object) -> None:
+    os._exit(INTERRUPTED)
+
+
+def end_at_once() -> None:
+    """From now on an interrupt ends the process at once, unless interrupts are ignored."""
+    if callable(signal.getsignal(signal.SIGINT)):
+        signal.signal(signal.SIGINT, _end)
+
+
+def raise_again() -> None:
+    """Undoes `end_at_once`: from now on an interrupt raises KeyboardInterrupt."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

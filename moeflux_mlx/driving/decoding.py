@@ -21,9 +21,8 @@ from ..model.decoder import Model
 from ..model.step import SequenceRows, Step
 from ..ops.elementwise import log_softmax
 from ..ops.limits import within_limits
-from .constrained import Constraint
 from .drafts import Drafts, Lookup
-from .sampling import LogitsProcessor, Sampler, greedy, make_sampler
+from .sampling import Constraint, LogitsProcessor, Sampler, greedy, make_sampler
 
 ChosenToken = tuple[mx.array, mx.array, mx.array]  # a token [1], its logprobs [vocab_size], whether they are NaN [1]
 Proposed = Sequence[int] | mx.array  # drafts

@@ -250,17 +250,22 @@ class Responder:
     def __init__(self, model: Model, tokenizer: TokenizerWrapper, prompt_tokens: int):
         self.prompt_tokens = self.computed = prompt_tokens
         self._detokenizer = tokenizer.detokenizer
-        self._clock, self._meter = _Clock(), _ExpertMeter(model)
+        self._experts, self._before = getattr(model, "experts", None), LoaderStats()  # after the first token
+        self._tokens, self._start = 0, time.perf_counter()
+        self._first = self._start
 
     @property
     def first_token_seconds(self) -> float:
         """Seconds from construction to the first token."""
-        return self._clock.first - self._clock.start
+        return self._first - self._start
 
     def response(self, event: Event[AnyText]) -> GenerationResponse:
         """Makes the response of the token that has just been chosen."""
-        n = self._clock.tick()
         assert event.token is not None
+        self._tokens += 1
+        now = time.perf_counter()
+        if self._tokens == 1:
+            self._first, self._before = now, replace(self._experts.stats) if self._experts else LoaderStats()
         if event.finish_reason != "stop":
             self._detokenizer.add_token(event.token)
         if event.finish_reason:
@@ -272,12 +277,24 @@ class Responder:
             from_draft=event.from_draft,
             prompt_tokens=self.prompt_tokens,
             prompt_tps=self.computed / max(self.first_token_seconds, 1e-9),
-            generation_tokens=n,
-            generation_tps=self._clock.rate,
+            generation_tokens=self._tokens,
+            generation_tps=(self._tokens - 1) / (now - self._first) if self._tokens > 1 else 0.0,
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=event.finish_reason,
-            **self._meter.figures(n),
+            **self._expert_figures(),
         )
+
+    def _expert_figures(self) -> dict[str, Any]:
+        """Expert I/O of the tokens after the first."""
+        if self._experts is None or self._tokens == 1:
+            return {}
+        since = self._experts.stats.since(self._before)
+        return {
+            "expert_hit_rate": since.hit_rate,
+            "expert_bytes_per_token": since.bytes_read / (self._tokens - 1),
+            "expert_gb_per_second": since.gb_per_second,
+            "expert_wait_seconds": since.wait_seconds,
+        }
 
 
 @public(stream_generate, replaced=SAMPLING | GENERATION)
@@ -324,45 +341,3 @@ def check_max_tokens(max_tokens: int) -> None:
     """Raises RequestError: `max_tokens` is neither a positive integer nor -1."""
     if not isinstance(max_tokens, (int, np.integer)) or max_tokens == 0 or max_tokens < -1:
         raise RequestError(f"max_tokens is {max_tokens!r}; it must be a positive integer, or -1 for no limit")
-
-
-class _Clock:
-    """Times of tokens: the prompt's time ends with the first one."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.start = self.first = self.last = time.perf_counter()
-
-    def tick(self) -> int:
-        """Counts a token and returns the count."""
-        self.tokens += 1
-        self.last = time.perf_counter()
-        if self.tokens == 1:
-            self.first = self.last
-        return self.tokens
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second after the first token."""
-        return (self.tokens - 1) / (self.last - self.first) if self.tokens > 1 else 0.0
-
-
-class _ExpertMeter:
-    """Expert I/O of the tokens after the first."""
-
-    def __init__(self, model: Model):
-        self.experts = getattr(model, "experts", None)
-        self.before: LoaderStats | None = None
-
-    def figures(self, tokens: int) -> dict[str, Any]:
-        """To be called after each token; `tokens` is their count so far."""
-        if self.experts is None or self.before is None:
-            self.before = None if self.experts is None else replace(self.experts.stats)
-            return {}
-        since = self.experts.stats.since(self.before)
-        return {
-            "expert_hit_rate": since.hit_rate,
-            "expert_bytes_per_token": since.bytes_read / (tokens - 1),
-            "expert_gb_per_second": since.gb_per_second,
-            "expert_wait_seconds": since.wait_seconds,
-        }

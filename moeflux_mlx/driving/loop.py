@@ -20,7 +20,7 @@ from ..model.step import MAX_ROWS, Step
 from ..ops.interrupt import Left
 from ..ops.limits import within_limits
 from .decoding import ChosenToken, Decoding, Proposed, choose_likeliest
-from .head_drafts import head_drafts
+from .drafts import head_drafts
 from .prefill import Prefill
 from .prompt import Prompt
 from .sampling import LogitsProcessor, Sampler

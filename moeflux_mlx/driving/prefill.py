@@ -13,7 +13,7 @@ from ..model.decoder import Model
 from ..model.images import NO_IMAGES, Images
 from ..model.span import Span
 from ..ops.limits import within_limits
-from .head_drafts import HeadDrafts
+from .drafts import HeadDrafts
 
 
 def span_lengths(tokens: int, span: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 A sampler maps log-probabilities [B, V] to token ids [B]; a logits processor maps (tokens so far, logits [B,
 V]) to logits [B, V]. Both compute in float32, and both check their settings when they are made, not at the
-first token. Nothing here knows about models, tokenizers or text.
+first token. `Constraint` allows only the tokens of a mask. Nothing here knows about models or tokenizers.
 """
 
 import math
@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import RequestError
 from ..foreign import public
 from ..ops.backend import view
+from ..text.structured import Mask
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -286,3 +287,29 @@ def _check_int(name: str, value: int, least: int) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class Constraint:
+    """A logits processor for one generation: sets the logits of tokens that `mask` forbids to -inf. A token that
+    replaces forbidden ones gets the largest of their logits and its own.
+
+    The tokens of the first call are the prompt; the mask consumes each later token once.
+    """
+
+    def __init__(self, mask: Mask):
+        self.mask = mask
+        self._known: int | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        for token in np.array(tokens[len(tokens) if self._known is None else self._known :]).tolist():
+            self.mask.consume(token)
+        self._known = len(tokens)
+        allowed = np.zeros(logits.shape[-1], bool)
+        by_mask = self.mask.allowed()[: len(allowed)]
+        allowed[: len(by_mask)] = by_mask
+        logits = logits.astype(mx.float32)
+        redirected = self.mask.redirected()
+        if redirected is not None:
+            ends, other = redirected
+            logits[:, other] = logits[:, [*ends, other]].max(axis=-1)
+        return mx.where(mx.array(allowed), logits, NEG_INF)

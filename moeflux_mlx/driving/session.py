@@ -28,8 +28,8 @@ from ..state.rewind import RewindPoints
 from ..text.boundaries import shared_length
 from ..text.tokenizer import TokenizerWrapper
 from .decoding import Decoding
+from .drafts import head_drafts
 from .generation import GenerationResponse, Responder, Responses, SamplerOptions, check_max_tokens, respond
-from .head_drafts import head_drafts
 from .loop import Progress, Text, absorb_prompt
 from .prefill import Prefill
 from .prompt import Prompt, checked_prompt

@@ -8,7 +8,6 @@ from contextlib import closing
 from typing import cast
 
 from ..cli.fetching import local_model
-from ..cli.interrupts import INTERRUPTED
 from ..cli.opening import check_store, load_named, open_store
 from ..cli.options import (
     add_model_options,
@@ -19,7 +18,7 @@ from ..cli.ranks import add_rank_options, together
 from ..cli.remarks import beyond_plan, draft_statistics, expert_statistics, why_cut, worth_converting
 from ..cli.run import Parser, main_of
 from ..cli.sampling import add_sampling_options, sampling
-from ..cli.terminal import Interruption, ProgressLine, note, peak_memory_gb, unsafe_letters
+from ..cli.terminal import INTERRUPTED, Interruption, ProgressLine, note, peak_memory_gb, unsafe_letters
 from ..driving.generation import GenerationResponse, within_limit
 from ..driving.prompt import places_of, prompt_with_images, read_images
 from ..driving.session import AnswerOptions, Session

@@ -18,10 +18,9 @@ from ..model.decoder import Model
 from ..model.drafting import Drafting
 from ..model.head import DraftHead
 from ..model.weights import fill
-from ..packing.aside import NAME
 from ..packing.gguf_folder import draft_tensors
 from ..packing.heads import HeadWeights, find_head
-from ..packing.resident import TensorFile
+from ..packing.resident import ASIDE, TensorFile
 from ..planning.budget import Planner
 from ..planning.machine import in_gb
 from ..planning.memory_plan import MemoryPlan
@@ -148,9 +147,9 @@ def _beside(weights: ModelWeights) -> tuple[Mapping[str, Tensor], JsonObject]:
     if weights.located.gguf:
         return draft_tensors(open_parts(weights.located.gguf)), {}
     if weights.checkpoint is None:
-        file = weights.path / NAME
+        file = weights.path / ASIDE
         return read_header(file) if file.exists() else {}, config
-    kept = (unit for unit in weights.checkpoint.plan.units if isinstance(unit, TensorFile) and unit.name == NAME)
+    kept = (unit for unit in weights.checkpoint.plan.units if isinstance(unit, TensorFile) and unit.name == ASIDE)
     return {one.name: one for unit in kept for source in unit.sources for one in source.tensors}, config
 
 

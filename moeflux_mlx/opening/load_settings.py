@@ -17,7 +17,7 @@ from ..ops.backend import computes_natively
 from ..ops.expert_rows import refusal
 from ..ops.linear import dequantises
 from ..packing.located import Located
-from ..planning.demand import Demand
+from ..planning.memory_plan import Demand
 from ..planning.wired import MODES as WIRED
 from ..spec import ModelArgs
 from ..vision.pixels import IMAGE_ROWS

@@ -12,8 +12,7 @@ from ..errors import ModelFileError, MoefluxError, RequestError
 from ..files import directory, user_path
 from ..formats.checkpoint import has_weights
 from ..packing.gguf_folder import describe, tokenizer_folder
-from ..packing.located import Located
-from ..packing.suggest import not_packed_error, unfinished_error
+from ..packing.located import Located, not_packed_error, unfinished_error
 from ..spec import variants
 from .remote import fetch, is_remote
 

@@ -36,13 +36,12 @@ from ..formats.layout_file import from_json
 from ..formats.packed import FINISHED, FOLDER, LAYOUT
 from ..formats.record import ExpertLayout
 from ..ops.forms import DTYPES
-from ..packing.aside import NAME as ASIDE
 from ..packing.gguf_folder import base_tokenizer, describe, lacks_head, slowed_blocks
 from ..packing.in_place import plan_in_place
-from ..packing.located import Located, open_source
+from ..packing.located import Located, not_packed_error, open_source
 from ..packing.recipe import Recipe, read_recipe
+from ..packing.resident import ASIDE
 from ..packing.sources import shapes_of
-from ..packing.suggest import not_packed_error
 from ..planning.quants import Quants
 from ..spec import ModelArgs
 from ..vision.vision import PREPROCESSOR, NoVision, VisionFiles, usable, vision_of

@@ -19,10 +19,9 @@ from ..formats.tables import TableFiles, open_tables
 from ..model.weights import read_resident
 from ..ops import native
 from ..packing.in_place import InPlace, open_in_place
-from ..packing.located import Located
+from ..packing.located import Located, packing_command
 from ..packing.sources import read_all, shapes_of
-from ..packing.suggest import packing_command
-from ..planning.demand import Demand
+from ..planning.memory_plan import Demand
 from ..planning.pool_sizes import best_pool
 from ..spec import ModelArgs
 from ..state.fingerprint import EXPERT_SAMPLES, RESIDENT_SAMPLES, Fingerprint, fingerprint_of

@@ -31,8 +31,8 @@ from .plan import ConversionPlan, Outcome, make_plan, read_args
 from .resident import ResidentFile
 from .shards import Meter, Scattering
 from .source_format import SourceFormat
+from .sources import Unit
 from .supply import Supply, find_supply
-from .unit import Unit
 from .wanted import Forms, Wanted
 from .writer import ByteProgress, Output, check_space, reserved, writing
 
@@ -128,7 +128,7 @@ def convert(settings: ConvertSettings) -> ConversionReport:
         requantize: quantise routed experts again if those of a layer differ in form, or with `expert_bits`,
             `down_bits` or `recipe` if they are stored in another form; loses precision.
         rounding: how floats become codes: "fit" searches the least squared error, "minmax" is `mx.quantize`; or a
-            `packing.rounding.Rounding`. Codes that the checkpoint has are copied in any case.
+            `packing.matrix.Rounding`. Codes that the checkpoint has are copied in any case.
         revision: of the Hugging Face repo.
         delete_source: delete each shard of the checkpoint directory once it is packed and was read back; files that
             are links, or have another name, are refused.

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -10,16 +10,14 @@ from ..errors import ModelFileError
 from ..families.registry import FAMILIES
 from ..formats.checkpoint import FLOATS, Tensor
 from ..formats.record import BIAS, PROJECTIONS, projections_of, set_path
+from ..ops.forms import DTYPES
 from ..quant import FLOAT, GRID, Quant
 from ..spec import ModelArgs
 from .ggml import tables
 from .gguf_tensors import check_experts_type
 from .lookup import find_matrix, find_transposed
-from .matrix import Matrix, finite, shaped, typed
-from .rounding import Rounding
+from .matrix import Matrix, Rounding, finite, shaped, taken, typed
 from .source_format import SourceFormat
-
-SCALES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class ExpertPart:
         the module path, with the biases of products, if any. `dtype` is that of floating scales and biases.
         """
         self.check()
-        kept, rows = SCALES[dtype], slice(self.start, self.stop, self.step)
+        kept, rows = DTYPES[dtype], slice(self.start, self.stop, self.step)
         if self.matrix.quant != quant:
             codes = *rounding.codes(path, self.matrix, quant, rows, kept), *tables(quant)
         else:
@@ -88,23 +86,6 @@ class ExpertPart:
             codes = weight, *(part.astype(kept) if quant.scale == FLOAT else part for part in of_groups)
         bias = () if self.bias is None else (finite(self.bias, self.bias.read()).astype(kept)[rows],)
         return dict(zip((*quant.parts, BIAS), (*codes, *bias), strict=False))
-
-
-class CheckpointExperts(Protocol):
-    """The routed experts of one layer.
-
-    Attributes:
-        biases: what all experts' products add, as it is stored.
-    """
-
-    @property
-    def biases(self) -> list[Tensor]: ...
-
-    def matrices(self) -> Sequence[list[Matrix]]:
-        """Everything that is stored for gate, if there is one, up and down: a stack of all experts, or one of each."""
-
-    def parts(self, expert: int) -> list[ExpertPart]:
-        """Gate, if there is one, up and down of one expert."""
 
 
 class FusedExperts:
@@ -261,10 +242,15 @@ def _find_bias(is_there: bool, tensors: Mapping[str, Tensor], name: str, shape: 
     """
     if not is_there:
         return None
-    if name not in tensors:
-        raise ModelFileError(f"tensor {name} is missing")
-    shaped(typed(tensors[name], FLOATS), shape)
-    return tensors[name]
+    bias = taken(tensors, name)
+    shaped(typed(bias, FLOATS), shape)
+    return bias
+
+
+# The routed experts of one layer. `biases` are what all experts' products add, as it is stored; `matrices` everything
+# that is stored for gate, if there is one, up and down: a stack of all experts, or one of each. `parts` are gate, if
+# there is one, up and down of one expert.
+CheckpointExperts = FusedExperts | StackedExperts | SingleExperts
 
 
 def find_experts(args: ModelArgs, tensors: Mapping[str, Tensor], number: int, form: SourceFormat) -> CheckpointExperts:

@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import ModelFileError
 from ..formats.checkpoint import Tensor
 from ..quant import Quant
-from .matrix import Matrix, finite, shaped, typed
+from .matrix import Matrix, finite, shaped, taken, typed
 from .source_format import SourceFormat
 
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # places of the codes of eight neighbouring rows in a word
@@ -102,7 +102,7 @@ def find_foreign(tensors: Mapping[str, Tensor], path: str, shape: tuple[int, ...
 
 
 def _centered(tensors: Mapping[str, Tensor], path: str, shape: tuple[int, ...], form: SourceFormat) -> Matrix:
-    words, scales = _take(tensors, f"{path}.weight_packed"), _take(tensors, f"{path}.weight_scale")
+    words, scales = taken(tensors, f"{path}.weight_packed"), taken(tensors, f"{path}.weight_scale")
     quant = _grouped(form, path, "compressed-tensors")
     typed(scales, ("BF16", "F16", "F32"))
     shaped(shaped_as_words(words), (*shape[:-1], quant.words(shape[-1])))
@@ -113,7 +113,7 @@ def _centered(tensors: Mapping[str, Tensor], path: str, shape: tuple[int, ...], 
 
 def _awq(tensors: Mapping[str, Tensor], path: str, shape: tuple[int, ...], form: SourceFormat) -> Matrix:
     quant = _grouped(form, path, "awq")
-    codes, zeros, scales = (_take(tensors, f"{path}.{part}") for part in ("qweight", "qzeros", "scales"))
+    codes, zeros, scales = (taken(tensors, f"{path}.{part}") for part in ("qweight", "qzeros", "scales"))
     rows, columns = shape
     shaped(codes, (columns, rows // PER_WORD))
     shaped(zeros, (quant.groups(columns), rows // PER_WORD))
@@ -123,7 +123,7 @@ def _awq(tensors: Mapping[str, Tensor], path: str, shape: tuple[int, ...], form:
 
 def _blocks(tensors: Mapping[str, Tensor], path: str, shape: tuple[int, ...]) -> Matrix:
     quant = Quant(4, 32, "mxfp4")
-    codes, scales = typed(_take(tensors, f"{path}_blocks"), ("U8",)), typed(_take(tensors, f"{path}_scales"), ("U8",))
+    codes, scales = typed(taken(tensors, f"{path}_blocks"), ("U8",)), typed(taken(tensors, f"{path}_scales"), ("U8",))
     groups = quant.groups(shape[-1])
     shaped(codes, (*shape[:-1], groups, 16))
     shaped(scales, (*shape[:-1], groups))
@@ -138,12 +138,6 @@ def _grouped(form: SourceFormat, path: str, method: str) -> Quant:
             f"{method}: tensors of {path} are stored in this form, but config.json's quant_method does not say so"
         )
     return quant
-
-
-def _take(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    if name not in tensors:
-        raise ModelFileError(f"tensor {name} is missing")
-    return tensors[name]
 
 
 def shaped_as_words(tensor: Tensor) -> Tensor:

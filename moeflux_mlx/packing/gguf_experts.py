@@ -21,7 +21,7 @@ from .expert_parts import ExpertPart
 from .gguf_forms import grids, rearrange
 from .gguf_tensors import GgufMatrix
 from .layer_files import LayerFile
-from .suggest import packing_command
+from .located import packing_command
 
 
 class Ranges(NamedTuple):

@@ -41,7 +41,7 @@ import numpy as np
 
 from ..formats.record import ITEM_BYTES
 from ..installation import module_if_here
-from ..quant import GGUF_MODES, GRID, SUPER, Quant
+from ..quant import GRID, SUPER, Quant, of_mode
 from .gguf_tables import SEPARATE, grid_of
 
 BlockArrays = tuple[np.ndarray, ...]
@@ -165,34 +165,30 @@ def _q6_k(blocks: np.ndarray) -> BlockArrays:
     return _stream(codes, 6), blocks[:, 192:208].copy(), _halves(blocks, 208)
 
 
-def _of(mode: str) -> Quant:
-    return Quant(GGUF_MODES[mode].bits, GGUF_MODES[mode].group_size, mode)
-
-
 FORMS = {
-    "Q4_0": GgufForm(_of("q4_0"), BLOCK, 18, _q4_0),
-    "Q4_1": GgufForm(_of("q4_1"), BLOCK, 20, _q4_1),
-    "Q5_0": GgufForm(_of("q5_0"), BLOCK, 22, _q5_0),
-    "Q5_1": GgufForm(_of("q5_1"), BLOCK, 24, _q5_1),
-    "Q8_0": GgufForm(_of("q8_0"), BLOCK, 34, _q8_0),
-    "Q2_K": GgufForm(_of("q2_k"), SUPER, 84, _q2_k),
-    "Q3_K": GgufForm(_of("q3_k"), SUPER, 110, _q3_k),
-    "Q4_K": GgufForm(_of("q4_k"), SUPER, 144, _q4_k),
-    "Q5_K": GgufForm(_of("q5_k"), SUPER, 176, _q5_k),
-    "Q6_K": GgufForm(_of("q6_k"), SUPER, 210, _q6_k),
+    "Q4_0": GgufForm(of_mode("q4_0"), BLOCK, 18, _q4_0),
+    "Q4_1": GgufForm(of_mode("q4_1"), BLOCK, 20, _q4_1),
+    "Q5_0": GgufForm(of_mode("q5_0"), BLOCK, 22, _q5_0),
+    "Q5_1": GgufForm(of_mode("q5_1"), BLOCK, 24, _q5_1),
+    "Q8_0": GgufForm(of_mode("q8_0"), BLOCK, 34, _q8_0),
+    "Q2_K": GgufForm(of_mode("q2_k"), SUPER, 84, _q2_k),
+    "Q3_K": GgufForm(of_mode("q3_k"), SUPER, 110, _q3_k),
+    "Q4_K": GgufForm(of_mode("q4_k"), SUPER, 144, _q4_k),
+    "Q5_K": GgufForm(of_mode("q5_k"), SUPER, 176, _q5_k),
+    "Q6_K": GgufForm(of_mode("q6_k"), SUPER, 210, _q6_k),
     "MXFP4": GgufForm(Quant(4, BLOCK, "mxfp4"), BLOCK, 17, _mxfp4),
     "NVFP4": GgufForm(Quant(4, 16, "nvfp4"), 64, 36, _nvfp4),
-    "IQ4_NL": GgufForm(_of("iq4_nl"), BLOCK, 18, SEPARATE["IQ4_NL"]),
-    "IQ4_XS": GgufForm(_of("iq4_xs"), SUPER, 136, SEPARATE["IQ4_XS"]),
-    "IQ3_XXS": GgufForm(_of("iq3_xxs"), SUPER, 98, SEPARATE["IQ3_XXS"]),
-    "IQ3_S": GgufForm(_of("iq3_s"), SUPER, 110, SEPARATE["IQ3_S"]),
-    "IQ2_XXS": GgufForm(_of("iq2_xxs"), SUPER, 66, SEPARATE["IQ2_XXS"]),
-    "IQ2_XS": GgufForm(_of("iq2_xs"), SUPER, 74, SEPARATE["IQ2_XS"]),
-    "IQ2_S": GgufForm(_of("iq2_s"), SUPER, 82, SEPARATE["IQ2_S"]),
-    "IQ1_S": GgufForm(_of("iq1_s"), SUPER, 50, SEPARATE["IQ1_S"]),
-    "IQ1_M": GgufForm(_of("iq1_m"), SUPER, 56, SEPARATE["IQ1_M"]),
-    "TQ1_0": GgufForm(_of("tq1_0"), SUPER, 54, SEPARATE["TQ1_0"]),
-    "TQ2_0": GgufForm(_of("tq2_0"), SUPER, 66, SEPARATE["TQ2_0"]),
+    "IQ4_NL": GgufForm(of_mode("iq4_nl"), BLOCK, 18, SEPARATE["IQ4_NL"]),
+    "IQ4_XS": GgufForm(of_mode("iq4_xs"), SUPER, 136, SEPARATE["IQ4_XS"]),
+    "IQ3_XXS": GgufForm(of_mode("iq3_xxs"), SUPER, 98, SEPARATE["IQ3_XXS"]),
+    "IQ3_S": GgufForm(of_mode("iq3_s"), SUPER, 110, SEPARATE["IQ3_S"]),
+    "IQ2_XXS": GgufForm(of_mode("iq2_xxs"), SUPER, 66, SEPARATE["IQ2_XXS"]),
+    "IQ2_XS": GgufForm(of_mode("iq2_xs"), SUPER, 74, SEPARATE["IQ2_XS"]),
+    "IQ2_S": GgufForm(of_mode("iq2_s"), SUPER, 82, SEPARATE["IQ2_S"]),
+    "IQ1_S": GgufForm(of_mode("iq1_s"), SUPER, 50, SEPARATE["IQ1_S"]),
+    "IQ1_M": GgufForm(of_mode("iq1_m"), SUPER, 56, SEPARATE["IQ1_M"]),
+    "TQ1_0": GgufForm(of_mode("tq1_0"), SUPER, 54, SEPARATE["TQ1_0"]),
+    "TQ2_0": GgufForm(of_mode("tq2_0"), SUPER, 66, SEPARATE["TQ2_0"]),
 }
 
 

@@ -22,9 +22,9 @@ from ..rounding.methods import MINMAX
 from ..spec import ModelArgs
 from .expert_parts import find_experts
 from .layer_files import LayerFile, plan_experts
+from .matrix import Rounding
 from .recipe import DEFAULT_PART, Recipe
 from .resident import ResidentPlan, plan_resident
-from .rounding import Alone
 from .sanitize import head_tensors
 from .source_format import SourceFormat
 from .sources import read_all, shapes_of
@@ -88,7 +88,7 @@ def find_head(
     form = _form(config)
     quants = layout.records[layout.moe_layers[-1]].quants
     # At each start, so by the faster method; drafts are checked.
-    wanted = Wanted(Recipe("head", {DEFAULT_PART: RESIDENT}), rounding=Alone(MINMAX))
+    wanted = Wanted(Recipe("head", {DEFAULT_PART: RESIDENT}), rounding=Rounding(MINMAX))
     resident = plan_resident(head, own, form, wanted, DraftHead)
     found = find_experts(head, own, 0, form)
     stored = plan_experts(found, wanted, quants)

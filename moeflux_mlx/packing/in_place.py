@@ -17,10 +17,9 @@ from ..spec import ModelArgs
 from .expert_parts import SingleExperts
 from .gguf_experts import GgufExperts, ranges_of
 from .layer_files import LayerFile
-from .located import Located, open_source
+from .located import Located, open_source, packing_command
 from .matrix import Matrix
 from .plan import ConversionPlan, make_plan
-from .suggest import packing_command
 from .wanted import Wanted
 
 

@@ -21,9 +21,9 @@ from ..formats.record import ExpertLayout, Quants
 from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from .expert_parts import CheckpointExperts
+from .matrix import Rounding
 from .resident import array_bytes
-from .rounding import Rounding
-from .unit import Bytes
+from .sources import Bytes
 from .wanted import Wanted
 
 

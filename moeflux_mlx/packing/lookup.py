@@ -9,7 +9,7 @@ from ..formats.checkpoint import FLOATS, Tensor
 from ..quant import FLOAT, GLOBAL_SCALE, MLX_MODES, Quant
 from .foreign import find_foreign
 from .gguf_tensors import find_blocks
-from .matrix import Matrix, MatrixOfColumns, TransposedMatrix, shaped, typed
+from .matrix import Matrix, MatrixOfColumns, TransposedMatrix, shaped, taken, typed
 from .small_floats import find_small_floats
 from .source_format import SourceFormat
 
@@ -38,9 +38,7 @@ def find_matrix(
         found = find_foreign(tensors, path, shape, form)
     if found is not None:
         return found
-    if name not in tensors:
-        raise ModelFileError(f"tensor {name} is missing")
-    weight = tensors[name]
+    weight = taken(tensors, name)
     inverse = tensors.get(f"{name}_scale_inv") or tensors.get(f"{path}.weight_scale")
     if f"{path}.scales" in tensors:
         return _quantized_matrix(tensors, path, weight, shape, form)

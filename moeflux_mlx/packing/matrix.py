@@ -2,10 +2,12 @@
 
 A matrix can return its stored codes unchanged, its values as floats, or new codes. It reads only the requested rows,
 and long matrices are quantised a few rows at a time.
+`Rounding` says how a conversion makes codes of floats: it rounds each matrix alone, unless a subclass knows codes that
+were made before.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -14,7 +16,7 @@ from ..errors import ModelFileError
 from ..formats.checkpoint import Tensor
 from ..ops.forms import unpacked_float32
 from ..quant import E4M3, FLOAT, NAN, Quant
-from .ggml import rounded
+from .ggml import Codes, rounded
 
 CHUNK_VALUES = 1 << 24  # values quantised at a time: 64 MiB as float32
 
@@ -149,6 +151,13 @@ class MatrixOfColumns(Matrix):
         return finite(self.weight, parts.reshape(parts.shape[0], -1))
 
 
+def taken(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """The tensor of that name. Raises ModelFileError: it is missing."""
+    if name not in tensors:
+        raise ModelFileError(f"tensor {name} is missing")
+    return tensors[name]
+
+
 def typed(tensor: Tensor, wanted: tuple[str, ...]) -> Tensor:
     if tensor.dtype not in wanted:
         raise ModelFileError(f"{tensor.file}: tensor {tensor.name} is {tensor.dtype}; expected {' or '.join(wanted)}")
@@ -170,3 +179,27 @@ def finite(tensor: Tensor, values: mx.array, scale: str = FLOAT) -> mx.array:
     if mx.issubdtype(values.dtype, mx.floating) and not mx.isfinite(values).all().item():
         raise ModelFileError(f"{tensor.file}: tensor {tensor.name} holds NaN or infinite values; download it again")
     return values
+
+
+ALL = slice(0, None, 1)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Makes codes of floats: each matrix by itself, by a method of `rounding.methods`.
+
+    Args:
+        method: its name, which goes with what a conversion's bytes depend on.
+    """
+
+    method: str
+
+    def codes(self, path: str, matrix: Matrix, quant: Quant, rows: slice = ALL, dtype: mx.Dtype = mx.bfloat16) -> Codes:
+        """The codes of some rows of a matrix, all parts of the form but a grid, with floating scales and biases of
+        `dtype`; `path`: the module path of what they are stored for.
+
+        Raises:
+            ModelFileError: a file cannot be read, or a value is not finite.
+        """
+        parts = matrix.quantized(quant, self.method, rows.start, rows.stop, dtype)
+        return tuple(part[:: rows.step] for part in parts)

@@ -20,13 +20,11 @@ from ..files import JsonObject
 from ..formats.checkpoint import Tensor
 from ..formats.record import Field
 from ..model.tensors import layer_of, stored_as
-from ..ops.forms import DTYPES
 from ..quant import GLOBAL_SCALE, Quant
 from ..spec import ModelArgs
-from .aside import Copied
 from .layer_files import LayerFile
 from .matrix import Matrix
-from .resident import ResidentPlan, TensorFile, in_files, quantization
+from .resident import Copied, ResidentPlan, TensorFile, in_files, quantization
 from .sources import MatrixSource, PlainSource, Source, WrittenTensor
 
 CENTRED = ("minimax_m3_vl",)  # families whose norms mlx-lm stores as weight - 1, too
@@ -103,7 +101,9 @@ def mlx_layout(
     sources += map(Copied, copied)
     unique = {source.written[0].name: source for source in sources}
     ordered = sorted(unique.values(), key=lambda one: _order(one.written[0].name))
-    files = in_files([OneScale(one) if isinstance(one, MatrixSource) else one for one in ordered], "model", TensorFile)
+    files = in_files(
+        [replace(one, one_scale=True) if isinstance(one, MatrixSource) else one for one in ordered], "model", TensorFile
+    )
     return MlxLayout(files, quantization(forms), len(kept) - len(copied))
 
 
@@ -144,7 +144,7 @@ def _as_published(args: ModelArgs, source: Source, name: _Names) -> Iterator[Sou
     stored = source.tensors[0].name
     if isinstance(source, PlainSource):
         is_centred = source.centred and args.model_type not in CENTRED
-        yield Plain(replace(source, name=name.of(stored), rows=None, centred=is_centred))
+        yield replace(source, name=name.of(stored), rows=None, centred=is_centred, keeps_dtype=True)
     elif isinstance(source, MatrixSource):
         path = name.of_module(stored.rpartition(".")[0])
         yield from _split(args, source, path) or (replace(source, pieces=((path, None),)),)
@@ -184,57 +184,13 @@ class RowsOfHeads(Matrix):
 
 
 @dataclass(frozen=True)
-class Plain:
-    """A tensor that is never quantised, in the dtype that the checkpoint has it in."""
-
-    source: PlainSource
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.source.tensors
-
-    @property
-    def written(self) -> tuple[WrittenTensor, ...]:
-        (one,) = self.source.written
-        return (replace(one, dtype=self.source.tensor.dtype),)
-
-    def arrays(self) -> Iterator[mx.array]:
-        (array,) = self.source.arrays()
-        yield array.astype(DTYPES[self.source.tensor.dtype])
-
-
-@dataclass(frozen=True)
-class OneScale:
-    """A matrix whose global scale, if it has one, is a single number."""
-
-    source: MatrixSource
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.source.tensors
-
-    @property
-    def written(self) -> tuple[WrittenTensor, ...]:
-        return tuple(
-            replace(one, shape=()) if one.name.endswith(f".{GLOBAL_SCALE}") else one for one in self.source.written
-        )
-
-    def arrays(self) -> Iterator[mx.array]:
-        for one, array in zip(self.written, self.source.arrays(), strict=True):
-            yield array if one.shape else array.reshape(-1)[:1]
-
-
-@dataclass(frozen=True)
 class StackSource:
     """One projection of all experts of a layer."""
 
     path: str
     layer: LayerFile
     index: int
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return ()
+    tensors: tuple[Tensor, ...] = ()
 
     @property
     def _fields(self) -> tuple[Field, ...]:

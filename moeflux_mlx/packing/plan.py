@@ -14,17 +14,15 @@ from ..formats.record import ExpertLayout, Record, set_path
 from ..formats.tables import STEM
 from ..quant import Quant, of_packed, parse, unquantized
 from ..spec import ModelArgs
-from .aside import aside_files
 from .expert_parts import find_experts
 from .layer_files import LayerFile, PackedLayerFile, StripedLayerFile, packed_layers, plan_experts
 from .mlx_layout import MlxLayout, mlx_layout
 from .recipe import Recipe
-from .resident import ResidentFile, ResidentPlan, override, plan_resident
+from .resident import ResidentFile, ResidentPlan, aside_files, override, plan_resident
 from .sanitize import canonical_tensors
 from .source_format import SourceFormat
-from .sources import MatrixSource, Source
+from .sources import MatrixSource, Source, Unit
 from .tables import Table, find_tables, table_files
-from .unit import Unit
 from .wanted import Wanted
 
 

@@ -1,6 +1,7 @@
 """The resident tensors of a packed model: the plan of their sources, and the safetensors files that contain them.
 
-Everything is planned from shapes first; tensors are then read, converted and passed on one by one.
+Everything is planned from shapes first; tensors are then read, converted and passed on one by one. A checkpoint's image
+encoders and draft heads are kept unchanged in a separate file, `ASIDE`.
 """
 
 import json
@@ -16,9 +17,10 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ModelFileError
+from ..families.names import is_aside
 from ..families.registry import FAMILIES
 from ..files import JsonDict
-from ..formats.checkpoint import FLOATS, Tensor
+from ..formats.checkpoint import FLOATS, Tensor, read_bytes
 from ..mixers.registry import stored_forms
 from ..model.decoder import Model
 from ..model.head import DraftHead
@@ -27,11 +29,10 @@ from ..quant import DEFAULT, Quant
 from ..spec import ModelArgs
 from .gguf_tensors import has_blocks
 from .lookup import find_matrix
-from .matrix import Matrix
+from .matrix import Matrix, taken
 from .sanitize import has_zero_centred_norms, is_zero_centred, lack_their_one
 from .source_format import SourceFormat
-from .sources import MatrixPieces, MatrixSource, PlainSource, Source, TableSource, ZeroSource
-from .unit import Bytes
+from .sources import Bytes, MatrixPieces, MatrixSource, PlainSource, Source, TableSource, WrittenTensor, ZeroSource
 from .wanted import Wanted
 
 SHARD_BYTES = 4 << 30
@@ -249,9 +250,7 @@ def _plain_source(
     gate = name.replace(".part_weight", ".part_gate")
     is_gate = weighed is not None and gate != name and gate in tensors
     stored = gate if is_gate else stored
-    if stored not in tensors:
-        raise ModelFileError(f"tensor {stored} is missing")
-    tensor = tensors[stored]
+    tensor = taken(tensors, stored)
     flat = tuple(n for n in tensor.shape if n > 1)
     longer = len(flat) == 1 and flat[0] > shape[0] and name.endswith(FAMILIES[args.model_type].longer)
     if len(shape) == 1 and name.endswith(FAMILIES[args.model_type].in_rows):
@@ -341,3 +340,32 @@ def in_files(sources: Iterable[Source], stem: str, kind: Callable[[str, tuple[So
 def array_bytes(array: mx.array) -> memoryview:
     """The values in C order, little-endian."""
     return np.asarray(mx.contiguous(array).view(mx.uint8)).reshape(-1).data
+
+
+ASIDE = "aside.safetensors"
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A tensor of any dtype under its own name."""
+
+    tensor: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    @property
+    def written(self) -> tuple[WrittenTensor, ...]:
+        return (WrittenTensor(self.tensor.name, self.tensor.dtype, self.tensor.shape),)
+
+    def arrays(self) -> Iterator[mx.array]:
+        """Yields the tensor's bytes."""
+        data = read_bytes(self.tensor.file, self.tensor.offset, self.tensor.nbytes)
+        yield mx.array(np.frombuffer(data, np.uint8))
+
+
+def aside_files(tensors: Iterable[Tensor], layers: int) -> list[TensorFile]:
+    """The file of those `tensors` of a checkpoint that are kept, or no file. `layers`: number of the model's layers."""
+    kept = sorted((one for one in tensors if is_aside(one.name, layers)), key=lambda one: one.name)
+    return [TensorFile(ASIDE, tuple(map(Copied, kept)))] if kept else []

@@ -17,6 +17,7 @@ from ..families.names import canonical_name, head_name, renamed
 from ..families.registry import FAMILIES
 from ..formats.checkpoint import Tensor
 from ..spec import ModelArgs
+from .matrix import taken
 
 LEAST_MEAN = 0.1  # least mean of a norm's weights
 
@@ -93,9 +94,7 @@ def has_zero_centred_norms(args: ModelArgs, tensors: Mapping[str, Tensor]) -> bo
     else:
         layer, leaf, published = convolutions[0]
         name = f"model.layers.{layer}.{leaf}"
-        if name not in tensors:
-            raise ModelFileError(f"tensor {name} is missing")
-        by_publisher = tensors[name].shape == published
+        by_publisher = taken(tensors, name).shape == published
     return by_publisher or (family.either_centred and lack_their_one(args, tensors))
 
 
@@ -122,13 +121,3 @@ def lack_their_one(args: ModelArgs, tensors: Mapping[str, Tensor]) -> bool:
 def is_zero_centred(args: ModelArgs, name: str) -> bool:
     """Whether the norm of this canonical name is one of those that may be stored as weight - 1."""
     return name.endswith(tuple(f"{norm}.weight" for norm in FAMILIES[args.model_type].zero_centred))
-
-
-def add_one(weight: mx.array) -> mx.array:
-    """float32: next to 1, bfloat16 would round away most of a small weight."""
-    return weight.astype(mx.float32) + 1.0
-
-
-def channels_first(convolution: mx.array) -> mx.array:
-    """[channels, 1, taps] -> [channels, taps, 1]."""
-    return mx.contiguous(convolution.swapaxes(1, 2))

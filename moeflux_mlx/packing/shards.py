@@ -18,13 +18,20 @@ from ..errors import ModelFileError
 from ..files import sync, sync_folder
 from ..formats.packed import FINISHED
 from ..formats.page_cache import drop_cached
-from .journal import Journal
 from .layer_files import LayerFile
 from .resident import TensorFile, array_bytes
-from .sources import Source
-from .supply import Supply
-from .unit import Bytes, Unit
-from .writer import READ_BYTES, ByteProgress, Output, begin_again, check_space, deletes_source, digest_of, writing
+from .sources import Bytes, Source, Unit
+from .supply import Journal, Supply
+from .writer import (
+    READ_BYTES,
+    ByteProgress,
+    Output,
+    begin_again,
+    check_space,
+    deletes_source,
+    digest_of,
+    writing,
+)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ A source is described by shapes alone; `arrays` reads and converts its tensors.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import mlx.core as mx
@@ -13,11 +14,10 @@ import numpy as np
 
 from ..formats.checkpoint import ITEM_BYTES, Tensor
 from ..ops.forms import DTYPES
-from ..quant import GRID, Quant
+from ..quant import GLOBAL_SCALE, GRID, Quant
+from ..rounding.methods import FIT
 from .ggml import tables
-from .matrix import Matrix, finite
-from .rounding import Alone, Rounding
-from .sanitize import add_one, channels_first
+from .matrix import Matrix, Rounding, finite
 
 MatrixPieces = tuple[tuple[str, np.ndarray | None], ...]
 
@@ -33,6 +33,27 @@ class WrittenTensor:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+Bytes = bytes | bytearray | memoryview
+
+
+class Unit(Protocol):
+    """One file to write: `name` relative to the directory, `size` in bytes, and its bytes in order.
+
+    `link` is an existing file with the same bytes, which may be linked to instead of written.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def link(self) -> Path | None: ...
+
+    def chunks(self) -> Iterator[Bytes]: ...
 
 
 class Source(Protocol):
@@ -61,6 +82,7 @@ def read_all(sources: Iterable[Source]) -> dict[str, mx.array]:
 class PlainSource:
     """A tensor that is never quantised: norm, convolution, decay rate, router bias; `rows` are its own if it is stored
     with others. `temperature`: it is stored as what the sigmoid of a quotient with this number makes; None: as it is.
+    `keeps_dtype`: it has the checkpoint's dtype; else what is computed of it is F32.
     """
 
     name: str
@@ -69,6 +91,7 @@ class PlainSource:
     convolution: bool = False
     rows: np.ndarray | None = None
     temperature: float | None = None
+    keeps_dtype: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -81,7 +104,7 @@ class PlainSource:
             shape = (len(self.rows), *shape[1:])
         if self.convolution:
             shape = (shape[0], shape[2], shape[1])
-        widens = self.centred or self.temperature is not None
+        widens = (self.centred or self.temperature is not None) and not self.keeps_dtype
         return (WrittenTensor(self.name, "F32" if widens else self.tensor.dtype, shape),)
 
     def arrays(self) -> Iterator[mx.array]:
@@ -89,10 +112,12 @@ class PlainSource:
         if self.rows is not None:
             values = values[mx.array(self.rows)]
         if self.centred:
-            values = add_one(values)
+            values = values.astype(mx.float32) + 1.0  # next to 1, bfloat16 would round away most of a small weight
         if self.temperature is not None:
             values = mx.sigmoid(values.astype(mx.float32) / self.temperature)
-        yield channels_first(values) if self.convolution else values
+        if self.convolution:
+            values = mx.contiguous(values.swapaxes(1, 2))  # [channels, 1, taps] -> [channels, taps, 1]
+        yield values.astype(DTYPES[self.written[0].dtype])
 
 
 @dataclass(frozen=True)
@@ -101,10 +126,7 @@ class ZeroSource:
 
     name: str
     shape: tuple[int, ...]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return ()
+    tensors: tuple[Tensor, ...] = ()
 
     @property
     def written(self) -> tuple[WrittenTensor, ...]:
@@ -138,14 +160,16 @@ class MatrixSource:
     """A matrix, kept as stored (`made` None, `dense` empty), rounded to `made` by `rounding`, or kept in floats
     `dense`.
 
-    `pieces` are the module paths that it is split into, each with its rows; one path without rows is all.
+    `pieces` are the module paths that it is split into, each with its rows; one path without rows is all. `one_scale`:
+    its global scale, if it has one, is a single number, not one for each row.
     """
 
     matrix: Matrix
     pieces: MatrixPieces
     made: Quant | None = None
-    rounding: Rounding = Alone()
+    rounding: Rounding = Rounding(FIT)
     dense: str = ""
+    one_scale: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -172,7 +196,7 @@ class MatrixSource:
             return [("weight", self.dense, self.matrix.shape)]
         floating = "BF16" if self.made else self.matrix.dtypes[1]
         each = ((part, *self.quant.shape_of(part, lead, cols, floating)) for part in self.quant.parts)
-        return [(part, dtype, shape) for part, shape, dtype in each]
+        return [(part, dtype, () if self.one_scale and part == GLOBAL_SCALE else shape) for part, shape, dtype in each]
 
     def arrays(self) -> Iterator[mx.array]:
         parts = dict(zip((name for name, *_ in self._parts()), self._make(), strict=True))
@@ -187,6 +211,8 @@ class MatrixSource:
             weight, scales, *third = self.matrix.codes()
             if self.matrix.quant is None or not self.matrix.quant.has_global_scale:
                 return weight, scales, *third
+            if self.one_scale:
+                return weight, scales, third[0].reshape(-1)[:1]
             return weight, scales, *(mx.broadcast_to(part, (*self.matrix.shape[:-1], part.shape[-1])) for part in third)
         values = self.matrix.values()
         kept = DTYPES[self.dense]

@@ -2,22 +2,29 @@
 
 From a repository: downloaded into a folder of the output, checked, and deleted. From a directory: read in place, and
 deleted if requested, but never a file that another name or another program may still need.
+
+A conversion that was killed continues from two files beside the state file, which stay until the directory is finished:
+the headers of all shards, which must outlive the shards, written once; and the journal, replaced after each shard. A
+shard is entered in the journal only after every byte made from it is on the disk and has been read back.
 """
 
+import json
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from ..errors import ModelFileError, RequestError
-from ..files import JsonDict, read_json, sync_folder, user_path
+from ..files import JsonDict, JsonObject, read_json, sync_folder, user_path
 from ..formats.checkpoint import (
     COPIED,
     INDEX,
     QUANT_CONFIG,
     Checkpoint,
+    Tensor,
+    header_tensors,
     merge_tensors,
     read_config,
     read_head,
@@ -26,7 +33,99 @@ from ..formats.checkpoint import (
 )
 from ..formats.hub import Repository, cached_snapshot, looks_like_repo
 from ..formats.packed import FINISHED, is_packed
-from .journal import Listing, Shard
+from .writer import Output, begin_again, deletes_source
+
+JOURNAL, SHARDS = "convert_journal.json", "convert_shards.json"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A safetensors file of a checkpoint as it is, or was: `stamp` is its date, or its digest on the Hub."""
+
+    name: str
+    size: int
+    stamp: str
+    head: str
+
+    def tensors(self, folder: Path) -> dict[str, Tensor]:
+        """The tensors of the file in `folder`, which need not be there."""
+        return header_tensors(folder / self.name, self.size, self.head.encode())
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it can be a shard: a file may say anything, and what is named here may be deleted."""
+        texts = self.name, self.stamp, self.head
+        return (
+            all(isinstance(one, str) for one in texts) and type(self.size) is int and Path(self.name).name == self.name
+        )
+
+    @property
+    def identity(self) -> str:
+        return f"{self.name} {self.size} {self.stamp}\n"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The shards of a checkpoint, and the commit if it is a repository's."""
+
+    shards: tuple[Shard, ...]
+    commit: str = ""
+
+    @classmethod
+    def read(cls, path: Path, alone: bool) -> "Listing | None":
+        """The listing that an earlier run stored in the directory `path`, or None. `alone` as for `begin_again`.
+
+        Raises:
+            ModelFileError: the file is damaged.
+        """
+        if not (path / SHARDS).exists():
+            return None
+        value = read_json(path / SHARDS)
+        try:
+            shards = tuple(Shard(**one) for one in value["shards"])
+            if all(shard.is_sound for shard in shards):
+                return cls(shards, str(value["commit"]))
+        except (KeyError, TypeError):
+            pass
+        raise ModelFileError(f"{path / SHARDS} is damaged; {begin_again(path, alone)}")
+
+    def write(self, output: Output) -> None:
+        output.put(SHARDS, json.dumps(asdict(self)).encode())
+
+
+class Journal:
+    """The completely packed shards: name -> bytes made from it."""
+
+    def __init__(self, output: Output):
+        """Raises ModelFileError: the file is damaged."""
+        self.output = output
+        file = output.path / JOURNAL
+        done: JsonObject = read_json(file) if file.exists() else {}
+        if not all(isinstance(value, int) for value in done.values()):
+            raise ModelFileError(f"{file} is damaged; {begin_again(output.path, deletes_source(output.origin))}")
+        self.done: dict[str, int] = dict(done)
+
+    def add(self, name: str, nbytes: int) -> None:
+        self.done[name] = nbytes
+        self._write()
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Removes shards whose output no longer exists."""
+        known = self.done.keys() & set(names)
+        if known:
+            self.done = {name: nbytes for name, nbytes in self.done.items() if name not in known}
+            self._write()
+
+    def close(self) -> None:
+        """Deletes both files, because the directory is finished. The journal goes last: without it the listed shards
+        would count as not packed.
+        """
+        for name in (SHARDS, JOURNAL):
+            (self.output.path / name).unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        self.output.put(JOURNAL, json.dumps(self.done, indent=1).encode())
+
 
 INCOMING = ".shards"  # in the output
 CHANGED = "is not the file that this conversion began with"
@@ -35,35 +134,9 @@ CHECKPOINT = ["*.safetensors", INDEX, "config.json", QUANT_CONFIG, *COPIED]
 Config = JsonDict
 
 
-class Supply(Protocol):
-    """The shards of a checkpoint, in the order of their names.
-
-    `bring` makes one readable, `check` raises if it has changed since, `let_go` says that it has been packed; `present`
-    are those that need no bringing.
-    `takes_disk`: a shard takes disk space of its own from `bring` to `let_go`.
-    """
-
-    listing: Listing
-
-    @property
-    def takes_disk(self) -> bool: ...
-
-    def checkpoint(self) -> Checkpoint: ...
-
-    def bring(self, name: str, advance: Callable[[int], None]) -> None: ...
-
-    def check(self, name: str) -> None: ...
-
-    def let_go(self, name: str) -> None: ...
-
-    def present(self) -> set[str]: ...
-
-    def close(self) -> None: ...
-
-
 def find_supply(
     hf_path: str | Path, output: Path, revision: str | None, delete_source: bool, check: Callable[[Config], None]
-) -> "Supply | Path":
+) -> "Downloads | OwnFiles | Path":
     """The supply of a checkpoint's shards for a conversion into `output`, or the directory if it has all files already.
 
     Args:
@@ -228,3 +301,9 @@ class OwnFiles:
 def _shard(file: Path) -> Shard:
     status = file.stat()
     return Shard(file.name, status.st_size, str(status.st_mtime_ns), read_head(file).decode("utf-8", "replace"))
+
+
+# The shards of a checkpoint, in the order of their names. `bring` makes one readable, `check` raises if it has changed
+# since, `let_go` says that it has been packed; `present` are those that need no bringing. With `takes_disk`, a shard
+# takes disk space of its own from `bring` to `let_go`.
+Supply = Downloads | OwnFiles

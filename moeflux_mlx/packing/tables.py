@@ -18,10 +18,9 @@ from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from .gguf_tensors import GgufTensor, values_of_rows
 from .lookup import find_matrix
-from .matrix import Matrix, finite
+from .matrix import Matrix, Rounding, finite
 from .recipe import TABLES
 from .resident import TensorFile, in_files
-from .rounding import Rounding
 from .source_format import SourceFormat
 from .sources import WrittenTensor
 from .wanted import Wanted

@@ -11,8 +11,8 @@ from ..quant import DEFAULT, MLX_MODES, SUPPORTED, Mode, Quant
 from ..rounding.methods import FIT, METHODS
 from .ggml import TYPES, check
 from .gguf_forms import FORMS
+from .matrix import Rounding
 from .recipe import EXPERT_PARTS, PARTS, ROUTER_PART, TABLES, UNIFORM_RECIPE, Recipe
-from .rounding import Alone, Rounding
 
 # The arguments on which bytes depend, if they are given.
 STATED = ("q_bits", "q_group_size", "expert_bits", "down_bits", "q_mode", "q_type", "without_correction_bias")
@@ -54,7 +54,7 @@ class Wanted:
     is_usual: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     keeps_floats: bool = False
-    rounding: Rounding = Alone()
+    rounding: Rounding = Rounding(FIT)
     without_correction_bias: bool = False
 
     @classmethod
@@ -88,7 +88,7 @@ class Wanted:
             named=bool(options.keys() & {"expert_bits", "down_bits", "q_type", "recipe"}),
             is_usual=not (of_floats or options.keys() & {"q_type", "recipe"}),
             options={**options, "requantize": forms.requantize},
-            rounding=Alone(rounding) if isinstance(rounding, str) else rounding,
+            rounding=Rounding(rounding) if isinstance(rounding, str) else rounding,
             without_correction_bias=forms.without_correction_bias,
         )
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from ..errors import ModelFileError
 from ..files import JsonDict, JsonObject, existing_parent, read_json, shown_gb, sync, sync_folder
 from ..formats.packed import STATE
-from .unit import Bytes, Unit
+from .sources import Bytes, Unit
 
 STATE_VERSION = 1
 PARTIAL = ".partial"
@@ -215,14 +215,6 @@ def writing(file: Path) -> Iterator[None]:
         raise ModelFileError(f"{file} cannot be written: {error.strerror}; run the same command to resume") from None
 
 
-@contextlib.contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ModelFileError(f"{file} cannot be read: {error.strerror}") from None
-
-
 def _write_all(partial: Path, unit: Unit, advance: Advance) -> str:
     digest = hashlib.sha256()
     with open(partial, "wb") as opened:
@@ -279,5 +271,8 @@ def _rename(partial: Path, file: Path) -> None:
 
 
 def _sha256(file: Path) -> str:
-    with _reading(file), open(file, "rb", buffering=0) as opened:
-        return digest_of(iter(lambda: opened.read(READ_BYTES), b""))
+    try:
+        with open(file, "rb", buffering=0) as opened:
+            return digest_of(iter(lambda: opened.read(READ_BYTES), b""))
+    except OSError as error:
+        raise ModelFileError(f"{file} cannot be read: {error.strerror}") from None

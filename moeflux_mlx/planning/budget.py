@@ -15,10 +15,9 @@ from ..formats.record import ExpertLayout
 from ..model.span import PromptSizes
 from ..ops.gpu_time import block_size
 from ..spec import ModelArgs
-from .demand import Demand
 from .expert_io import reason_to_read, select_io_mode
 from .machine import Figures, in_gb
-from .memory_plan import MemoryPlan
+from .memory_plan import Demand, MemoryPlan
 from .needs import (
     BLOCK,
     HEADROOM_SHARE,

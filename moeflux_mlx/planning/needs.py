@@ -19,8 +19,8 @@ from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS
 from ..ops.tiles import LEASED_TOKENS
 from ..ops.value_experts import COPIED
 from ..spec import ModelArgs
-from .demand import Demand
 from .machine import Figures
+from .memory_plan import Demand
 
 HEADROOM_SHARE = 0.15  # share of memory kept free for the system, other programs and the page cache
 LEAST_HEADROOM = 1 << 30

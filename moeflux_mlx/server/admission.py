@@ -12,21 +12,12 @@ from weakref import WeakKeyDictionary
 
 from ..errors import BadRequestError
 from ..planning.machine import in_gb
-from .job import Job, SharedPrompt
 from .prepare import PreparedRequest
-from .running import Running
+from .running import Job, Running, SharedPrompt
 from .wire.replies import queue_full
 
 AHEAD = 1024  # memory is reserved for this many tokens of an answer at a time
 LENGTHS = 64  # sizes to cache: waiting requests are checked at every step
-
-
-class QueueFullError(BadRequestError):
-    """Too many requests wait."""
-
-    def __init__(self, waiting: int, places: int):
-        failed = queue_full(waiting, places)
-        super().__init__(failed.message, None, failed.status, failed.code)
 
 
 class Place:
@@ -61,13 +52,13 @@ class Places:
         """A context manager with a place, which is left at the end or before.
 
         Raises:
-            QueueFullError: there is none for this client.
+            BadRequestError: there is none for this client.
         """
         place = Place(self, client)
         with self._lock:
             is_among = any(one.client == client for one in self._taken)
             if len(self) >= (self._limit if is_among else 2 * self._limit):
-                raise QueueFullError(len(self), self._limit)
+                raise queue_full(len(self), self._limit)
             self._taken.add(place)
         try:
             yield place

@@ -2,12 +2,16 @@
 
 The event loop never computes: reading, rendering and tokenising run in separate threads, the model in the worker's. A
 request that cannot be served is refused before the headers of an answer are sent.
+
+`RequestLog` counts each request for the metrics and logs one line for it, without any of its text.
 """
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Protocol
@@ -19,26 +23,23 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import BadRequestError
 from ..files import JsonDict
 from . import about, page
-from .errors import error_body
 from .faults import report
 from .guard import BodyError, Guard, Rules
 from .live import EVERY, Watch
-from .log import LEFT, RequestLog
 from .prepare import Preparer
 from .reply import EVENTS, Choice, Events, EventStream, whole
 from .request import Failed, Finish, Request, ServerEvent
 from .served import Served, client_of, unless_gone
-from .wire import chat, completions, embeddings, messages, ollama, tokenize
+from .wire import chat, completions, embeddings, messages, ollama
 from .wire.embeddings import EmbeddingRequest
-from .wire.fields import parse
-from .wire.ids import Ids
-from .wire.replies import Reply, error_headers, with_all_choices
-from .wire.responses_items import StoredResponses
+from .wire.fields import Body, parse
+from .wire.replies import Ids, Reply, error_body, error_headers, with_all_choices
+from .wire.responses import StoredResponses
 
 
 class Wire(Protocol):
@@ -196,9 +197,14 @@ async def _embeddings(
 
 
 async def _tokenize(served: Served, http: HttpRequest) -> Response:
+    """The token ids of a text, as llama.cpp replies."""
+
     def reply(preparer: Preparer, body: JsonDict) -> Response:
-        asked = tokenize.read(body)
-        return JSONResponse(tokenize.whole(preparer.encode(asked.content, asked.add_special)))
+        fields = Body(body)
+        content = fields.text("content")
+        if content is None:
+            raise fields.wrong("content", "a text")
+        return JSONResponse({"tokens": preparer.encode(content, fields.flag("add_special"))})
 
     return await served.count(http, reply)
 
@@ -263,3 +269,57 @@ async def _fault(request: HttpRequest, error: Exception) -> Response:
     report("a request failed", error)
     message = f"the server has a fault ({type(error).__name__}); look at its log"
     return JSONResponse(error_body(request.url.path, 500, "server_error", message), 500)
+
+
+LEFT = 499  # the status of a disconnected client, as in nginx
+LONGEST = 100  # shown characters of an unknown path
+
+
+class RequestLog:
+    """Args:
+    app: the application.
+    paths: the paths that are served.
+    counts: (path, status) -> number of answers.
+    write: called with a line for each request that asks for something, and for each refusal; None: nothing is logged.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        paths: Collection[str],
+        counts: Counter[tuple[str, int]],
+        write: Callable[[str], None] | None = None,
+    ):
+        self.app = app
+        self._paths, self._counts, self._write = paths, counts, write
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, status = time.monotonic(), LEFT
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._counts[scope["path"] if scope["path"] in self._paths else "other", status] += 1
+            await send(message)
+
+        try:
+            await self.app(scope, receive, sending)
+        finally:
+            if self._write and (scope["method"] == "POST" or (status >= 400 and scope["path"] != "/health")):
+                self._write(_line(scope["path"], status, scope["state"].get(EVENTS), time.monotonic() - began))
+
+
+def _line(path: str, status: int, events: Events | None, seconds: float) -> str:
+    last = events.last if events else None
+    if events and not isinstance(last, Finish):
+        status = last.status if isinstance(last, Failed) else LEFT
+    parts = [f"{seconds:.1f} s"]
+    if isinstance(last, Finish):
+        counts = (last.prompt_tokens, "tokens in"), (last.cached_tokens, "cached"), (last.completion_tokens, "out")
+        parts = [*(f"{count} {what}" for count, what in counts), *parts]
+    written = path if path.isprintable() and path.isascii() else ascii(path)
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S')} {written[:LONGEST]} {status}: {', '.join(parts)}"

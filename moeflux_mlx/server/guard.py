@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import error_reply
+from .wire.replies import error_reply
 
 MAX_BODY = 64 << 20
 MAX_BODIES = 256 << 20

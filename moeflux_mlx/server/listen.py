@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import RequestError
-from .errors import error_reply
+from .wire.replies import error_reply
 
 HEADER_SECONDS = 30.0  # seconds in which the headers of a request must arrive
 IDLE_SECONDS = 75  # how long a connection may stay open between requests
@@ -44,9 +44,7 @@ class PatientProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # a server has such ones
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # any unread data is watched, and no more is added to it
-        self._deadline: asyncio.TimerHandle | None = None
-        self._unread: asyncio.TimerHandle | None = None
-        self._knocking: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._wait()
 
     def data_received(self, data: bytes) -> None:
@@ -54,7 +52,7 @@ class PatientProtocol(H11Protocol):
         if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             self._wait()
         else:
-            self._wait_no_more()
+            self._stop_timer("headers")
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio asks, uvicorn always says no
         """Called when the client sends no more. Returns True, which keeps the connection open, if a complete request
@@ -77,13 +75,11 @@ class PatientProtocol(H11Protocol):
             self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])))
         elif self.conn.our_state is h11.SEND_BODY and filler is not None and not self.flow.write_paused:
             self.transport.write(self.conn.send(h11.Data(data=filler())))
-        self._knocking = self.loop.call_later(KNOCK_SECONDS, self._knock)
+        self._start_timer("knock", KNOCK_SECONDS, self._knock)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._wait_no_more()
-        if self._knocking is not None:
-            self._knocking.cancel()
-        self._read_all()
+        for timer in self._timers.values():
+            timer.cancel()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -91,7 +87,7 @@ class PatientProtocol(H11Protocol):
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        self._read_all()
+        self._stop_timer("unread")
         super().resume_writing()
 
     def _watch_reader(self) -> None:
@@ -104,22 +100,21 @@ class PatientProtocol(H11Protocol):
             else:
                 self.transport.abort()
 
-        self._read_all()
-        self._unread = self.loop.call_later(self.read_seconds, look)
-
-    def _read_all(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+        self._start_timer("unread", self.read_seconds, look)
 
     def _wait(self) -> None:
         """Waits for the headers, or the rest of them."""
-        self._deadline = self._deadline or self.loop.call_later(self.header_seconds, self.transport.close)
+        if "headers" not in self._timers:
+            self._start_timer("headers", self.header_seconds, self.transport.close)
 
-    def _wait_no_more(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+    def _start_timer(self, name: str, seconds: float, act: Callable[[], None]) -> None:
+        """Calls `act` after some seconds, in place of what the timer of this name would do."""
+        self._stop_timer(name)
+        self._timers[name] = self.loop.call_later(seconds, act)
+
+    def _stop_timer(self, name: str) -> None:
+        if name in self._timers:
+            self._timers.pop(name).cancel()
 
     def send_400_response(self, msg: str) -> None:
         status, headers, body = error_reply("", 400, "invalid_request", "this HTTP request cannot be served")

@@ -107,25 +107,17 @@ class Watch:
 
     def __init__(self) -> None:
         self.latest: JsonDict | None = None
-        self._watchers = 0
+        self.watchers = 0
         self._taken = 0.0
         self._map: ExpertMap | None = None  # while somebody watches
         self.asking: Sequence[int] = ()
         self._before = self._request = Counts()
         self._numbers: dict[str, int] = {}
 
-    def begin(self) -> None:
-        """A page was opened."""
-        self._watchers += 1
-
-    def end(self) -> None:
-        """A page was closed."""
-        self._watchers -= 1
-
     @property
     def patience(self) -> float | None:
         """Seconds until a picture is due if nothing happens; None if none is due."""
-        return EVERY if self._watchers else None
+        return EVERY if self.watchers else None
 
     def begin_request(self, engine: Engine, totals: Totals) -> None:
         """Rates of the request are counted from here on, until the next one begins."""
@@ -152,10 +144,10 @@ class Watch:
     def look(self, engine: Engine, running: Sequence[Running], queue: int, totals: Totals) -> None:
         """Takes a picture of the running requests, if one is due."""
         now = time.perf_counter()
-        if self._watchers and self._map is None:
+        if self.watchers and self._map is None:
             self._map = ExpertMap(engine.experts, lambda: self.asking)
             self._before, self._taken = _counts(engine, totals), now
-        elif not self._watchers and self._map is not None:
+        elif not self.watchers and self._map is not None:
             self._map.end()
             self._map = None
         if self._map is None or now - self._taken < EVERY:

@@ -150,7 +150,7 @@ class Preparer:
         """
         request, room = prepared.request, self.context - len(prepared.tokens)
         if room < 1:
-            raise self._too_long(len(prepared.tokens))
+            raise context_exceeded(len(prepared.tokens), self.context)
         with _refusing():
             self._check_images(request)
         most = room if request.max_tokens is None else min(request.max_tokens, room)
@@ -175,11 +175,7 @@ class Preparer:
         for start in range(0, len(text), PIECE):
             count += len(self.tokenizer.encode_after(text[start : start + PIECE]))
             if count >= ENOUGH * self.context:
-                raise self._too_long(count, at_least=start + PIECE < len(text))
-
-    def _too_long(self, count: int, at_least: bool = False) -> BadRequestError:
-        failed = context_exceeded(count, self.context, at_least)
-        return BadRequestError(failed.message, None, failed.status, failed.code)
+                raise context_exceeded(count, self.context, at_least=start + PIECE < len(text))
 
     def _prompt(self, request: Request) -> PreparedRequest:
         if request.prompt is None:

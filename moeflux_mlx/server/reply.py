@@ -11,12 +11,11 @@ from starlette.types import Receive, Scope, Send
 
 from ..text.events import CallEnd, Text
 from .admission import Place
-from .job import Job, SharedPrompt
 from .listen import FILLER
 from .prepare import PreparedRequest, WrittenAnswer
 from .request import Failed, Finish, ServerEvent, summed
-from .wire.ids import Ids
-from .wire.replies import Reply
+from .running import Job, SharedPrompt
+from .wire.replies import Ids, Reply
 from .worker import Worker
 
 T = TypeVar("T")

@@ -1,28 +1,81 @@
-"""One request on its way: takes a session, makes events of what the loop computes, and gives the session back."""
+"""One request on its way: takes a session, makes events of what the loop computes, and gives the session back.
+
+A `Job` is one request in the queue or in progress: its content, its client, and whether it is cancelled.
+"""
 
 import secrets
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
-from ..driving.constrained import Constraint
 from ..driving.generation import GenerationResponse, Responder, SamplerOptions, xtc_special_tokens
 from ..driving.loop import Event
-from ..driving.sampling import LogitsProcessor, make_logits_processors, make_sampler
-from ..driving.session import Answer
+from ..driving.sampling import Constraint, LogitsProcessor, make_logits_processors, make_sampler
+from ..driving.session import Answer, PromptEnd
 from ..errors import MoefluxError, RequestError
 from ..experts.stats import Asked
+from ..ops.interrupt import leave
 from ..text.boundaries import shared_length
 from ..text.tokenizer import TokenizerWrapper
 from .answering import Answering
 from .faults import report
-from .job import Job
-from .prepare import sampler_settings
-from .request import Accepted, Failed, Finish, PromptProgress, Sampling
+from .prepare import PreparedRequest, sampler_settings
+from .request import Accepted, Failed, Finish, PromptProgress, Sampling, ServerEvent
 from .sessions import WORTH_COPYING, KeptSession, Sessions
+
+
+@dataclass(eq=False)
+class SharedPrompt:
+    """A prompt that several jobs answer, and that is computed for the first of them.
+
+    Args:
+        waiting: how many of the jobs have not begun.
+        end: what the others begin from, once it is computed.
+    """
+
+    waiting: int
+    end: PromptEnd | None = None
+
+    def begin(self) -> PromptEnd | None:
+        """One of the jobs begins: where its answer begins, or None if it is to compute the prompt."""
+        self.waiting -= 1
+        end = self.end
+        if not self.waiting:
+            self.end = None
+        return end
+
+
+@dataclass(eq=False)
+class Job:
+    """Args:
+    prepared: the request.
+    emit: takes the events; may be called in any thread.
+    client: the client; clients take turns, regardless of the number of their jobs.
+    on_begin: called when the job begins, in any thread.
+    shared: its prompt, if other jobs answer the same one.
+    """
+
+    prepared: PreparedRequest
+    emit: Callable[[ServerEvent], None]
+    client: str = ""
+    on_begin: Callable[[], None] = lambda: None
+    shared: SharedPrompt | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    raw: str = ""  # what the model wrote, set before the last event
+    thread: int | None = None  # the one that computes its prompt at the moment, by its identifier
+
+    def cancel(self) -> None:
+        """Cancels the job; its work ends within a token, a wave of experts or a block of a mixer, on the CPU
+        within a piece of these.
+        """
+        self.cancelled.set()
+        if (thread := self.thread) is not None:
+            leave(thread)
+
 
 REPORT_EVERY = 0.25  # seconds between reports on a prompt
 OVERTAKING = 4  # a prompt overtakes the rest of one that is this many times as long

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from ..errors import BadRequestError, MoefluxError
 from ..files import JsonDict
 from .admission import Places
-from .choice import Description, Loaded, ModelChoice
-from .features import features_of
+from .choice import Description, Loaded, ModelChoice, features_of
 from .live import Watch
 from .model_thread import ModelThread
 from .prepare import Preparer
@@ -200,13 +199,13 @@ class ModelSwitch:
     @contextmanager
     def watched(self) -> Iterator[Watch]:
         """A context manager for the time in which a page is open."""
-        self.watch.begin()
+        self.watch.watchers += 1
         if self.loaded is not None:
             self.loaded.worker.wake()
         try:
             yield self.watch
         finally:
-            self.watch.end()
+            self.watch.watchers -= 1
 
     def begin_stop(self) -> None:
         """Begins to end all work; waiting requests are told that they are cancelled."""

@@ -3,7 +3,7 @@
 MLX's streams belong to threads, so only this thread uses the model. Other threads submit jobs and receive events.
 `main` admits jobs, lets the loop do a piece of the prompt that is due or a step of all answers, and emits the results.
 Prompts are computed one after the other; between two pieces of a prompt, steps of the answers run for their share of
-the time.
+the time. `Idle` is what happens to the machine while nothing is computed.
 """
 
 import gc
@@ -21,12 +21,48 @@ from ..experts.stats import Asked
 from ..model.step import MAX_ROWS
 from ..opening.engine import Engine
 from ..ops.interrupt import stay
+from ..planning.awake import Awake
+from ..planning.wired import rest, wake
 from .admission import Admission
-from .idle import Idle
-from .job import Job
 from .live import Watch
-from .running import CANCELLED, Running, Totals
+from .running import CANCELLED, Job, Running, Totals
 from .sessions import Sessions
+
+REST_SECONDS = 180.0  # after so long, memory leaves Metal's residency sets; going back takes less than loading
+
+
+class Idle:
+    """Lets the machine sleep while there is no request, and wired memory go after some minutes of that. It belongs to
+    the model's thread.
+
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._since: float | None = None
+        self._awake = Awake()
+
+    def patience(self, other: float | None) -> float | None:
+        """Seconds to wait for a request: until something is due here, or `other`."""
+        if self._since is None:
+            self._since = self._clock()
+            self._awake.__exit__()
+        left = self._since + REST_SECONDS - self._clock()
+        due = [seconds for seconds in (other, left if left > 0 else None) if seconds is not None]
+        return min(due, default=None)
+
+    def look(self) -> None:
+        """Lets memory go if it is due."""
+        if self._since is not None and self._clock() - self._since >= REST_SECONDS:
+            rest()
+
+    def end(self) -> None:
+        """Something is computed from here on."""
+        self._since = None
+        self._awake.__enter__()
+        wake()
 
 
 @dataclass

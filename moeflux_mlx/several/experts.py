@@ -24,9 +24,8 @@ from ..ops.gather_rows import gather_rows
 from ..ops.grouped import native_rows
 from ..ops.records import Records
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
-from .dealing import Dealing
 from .group import FAILED, FINE, STOPPED, Exchange, Gathered
-from .owners import Owners
+from .owners import Dealing, Owners
 
 ROUTING, ROWS = 1, 2  # kinds of messages, to which the number of the layer is added
 KINDS = 16

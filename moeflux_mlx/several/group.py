@@ -7,13 +7,12 @@ that shows which rank is out of step, and is discarded if one is. This module kn
 
 import zlib
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
-import mlx.core as mx
 import numpy as np
 
 from ..errors import RankError
-from ..ops.backend import AnyArray, Array, contiguous, leave, library_of, of_kind
+from ..ops.backend import AnyArray, Array, contiguous, library_of, of_kind
 
 MAGIC = 0x4D464C52  # "MFLR"
 HEADER = 5  # words: MAGIC, number of the message, its kind, the sender's flag, a checksum of what all must agree on
@@ -21,7 +20,14 @@ FINE, FAILED, STOPPED = 0, 1, 2
 
 
 class Group(Protocol):
-    """The processes. All of them must make the same calls of `gather`, in the same order, with equally many words."""
+    """The processes. All of them must make the same calls of `gather`, in the same order, with equally many words.
+
+    Attributes:
+        limit: seconds that `gather` may take; changed between two calls, because reading a span of a prompt takes
+            minutes and a token seconds.
+    """
+
+    limit: float
 
     @property
     def rank(self) -> int: ...
@@ -39,31 +45,6 @@ class Group(Protocol):
         Raises:
             RankError: a process is gone.
         """
-
-
-class MlxGroup:
-    """MLX's group (`mx.distributed.init`): ring over TCP, JACCL over Thunderbolt, or NCCL.
-
-    On a Mac it runs on the CPU's stream between two evaluations: the system would stop a GPU that waits for another
-    machine's disk. NCCL works only on the GPU.
-    """
-
-    def __init__(self, group: mx.distributed.Group, backend: str):
-        self._group, self.backend = group, backend
-        self.rank, self.size = int(group.rank()), int(group.size())
-        self.on_device = backend == "nccl"
-
-    def gather(self, words: Array) -> Array:
-        stream = mx.gpu if self.on_device else mx.cpu
-        try:
-            own: AnyArray = words
-            gathered: AnyArray = mx.distributed.all_gather(leave(own)[None], group=self._group, stream=stream)
-            mx.eval(gathered)
-        except RuntimeError as error:
-            others = [str(i) for i in range(self.size) if i != self.rank]
-            who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {', '.join(others)}"
-            raise RankError(f"{who} is gone ({error}); read its last message, then start all ranks again") from None
-        return cast(Array, of_kind(gathered, own))
 
 
 @dataclass(frozen=True)

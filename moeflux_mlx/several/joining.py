@@ -10,13 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import cast
 
 import mlx.core as mx
 
 from ..errors import RankError, RequestError
-from ..ops.backend import Array
+from ..ops.backend import AnyArray, Array, leave, of_kind
 from ..process import claim_process
-from .group import Group, MlxGroup
 
 VARIABLES = {"ring": "MLX_HOSTFILE", "jaccl": "MLX_IBV_DEVICES", "nccl": "NCCL_HOST_IP"}
 JOIN_SECONDS = 120.0
@@ -48,7 +48,7 @@ def backend_of(environ: Mapping[str, str]) -> str | None:
     raise RequestError(f"MLX_RANK is {environ['MLX_RANK']!r}, but no transport is: set one of {needs}")
 
 
-def join(environ: Mapping[str, str], limit: float = JOIN_SECONDS) -> "Watched | None":
+def join(environ: Mapping[str, str], limit: float = JOIN_SECONDS) -> "MlxGroup | None":
     """The group of this process, with a time limit on every gathering; None: this process is alone.
 
     Args:
@@ -68,7 +68,7 @@ def join(environ: Mapping[str, str], limit: float = JOIN_SECONDS) -> "Watched | 
             group = mx.distributed.init(strict=True, backend=backend)
         except RuntimeError as error:
             raise RankError(f"cannot join the other ranks over {backend}: {error}") from None
-    return Watched(MlxGroup(group, backend), Watchdog())
+    return MlxGroup(group, backend, Watchdog())
 
 
 @contextlib.contextmanager
@@ -127,28 +127,30 @@ def end_process(message: str) -> None:
     os._exit(LATE)
 
 
-class Watched:
-    """A group whose gatherings must end within `limit` seconds.
+class MlxGroup:
+    """MLX's group (`mx.distributed.init`): ring over TCP, JACCL over Thunderbolt, or NCCL.
 
-    Attributes:
-        limit: may be changed between gatherings: reading a span of a prompt takes minutes, a token seconds.
+    On a Mac it runs on the CPU's stream between two evaluations: the system would stop a GPU that waits for another
+    machine's disk. NCCL works only on the GPU.
     """
 
-    def __init__(self, group: MlxGroup, watchdog: Watchdog, limit: float = JOIN_SECONDS):
-        self._group, self._watchdog, self.limit = group, watchdog, limit
-        self.rank, self.size, self.on_device = group.rank, group.size, group.on_device
+    def __init__(self, group: mx.distributed.Group, backend: str, watchdog: Watchdog):
+        self._group, self._watchdog, self.limit = group, watchdog, JOIN_SECONDS
+        self.rank, self.size, self.on_device = int(group.rank()), int(group.size()), backend == "nccl"
 
     def gather(self, words: Array) -> Array:
-        others = ", ".join(str(rank) for rank in range(self.size) if rank != self.rank)
+        others = [str(rank) for rank in range(self.size) if rank != self.rank]
         message = (
-            f"rank {self.rank} has waited {self.limit:.0f} s for the others ({others}): one of them is late or has "
-            "ended without a message; read the last output of each, then start all ranks again"
+            f"rank {self.rank} has waited {self.limit:.0f} s for the others ({', '.join(others)}): one of them is late "
+            "or has ended without a message; read the last output of each, then start all ranks again"
         )
-        with self._watchdog.within(self.limit, message):
-            return self._group.gather(words)
-
-
-def allow(group: Group, seconds: float) -> None:
-    """Sets the time limit of the next gatherings of a watched group."""
-    if isinstance(group, Watched):
-        group.limit = seconds
+        own: AnyArray = words
+        stream = mx.gpu if self.on_device else mx.cpu
+        try:
+            with self._watchdog.within(self.limit, message):
+                gathered: AnyArray = mx.distributed.all_gather(leave(own)[None], group=self._group, stream=stream)
+                mx.eval(gathered)
+        except RuntimeError as error:
+            who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {', '.join(others)}"
+            raise RankError(f"{who} is gone ({error}); read its last message, then start all ranks again") from None
+        return cast(Array, of_kind(gathered, own))

@@ -14,12 +14,10 @@ from ..opening.weights import ModelWeights
 from ..ops import backend
 from ..planning.budget import Planner
 from ..planning.memory_plan import MemoryPlan
-from .dealing import Dealing
 from .experts import RankedExperts
 from .group import FAILED, FINE, Exchange
 from .handshake import Settings, agree, digests, greet
-from .joining import allow
-from .owners import Owners
+from .owners import Dealing, Owners
 
 READY = 7  # kind of a message
 OPENING_SECONDS = 600.0  # until all have read the headers of their models, or fetched these
@@ -51,9 +49,8 @@ class Party:
             RankError: another rank could not load it.
         """
         exchange = self.exchange
-        limit, flag = exchange.group, FINE
-        before = getattr(limit, "limit", 0.0)
-        allow(exchange.group, before + OPENING_SECONDS + nbytes / SLOW_DISK)
+        flag, before = FINE, exchange.group.limit
+        exchange.group.limit = before + OPENING_SECONDS + nbytes / SLOW_DISK
         try:
             yield
         except BaseException:
@@ -61,7 +58,7 @@ class Party:
             raise
         finally:
             gathered = exchange(READY, np.zeros(1, np.uint32), flag=flag)
-            allow(exchange.group, before)
+            exchange.group.limit = before
         if (failed := gathered.first(FAILED)) is not None:
             raise RankError(f"rank {failed} could not load the model; its own message says why")
 
@@ -115,7 +112,7 @@ class Ranks:
             RankError: the ranks cannot run one model, or another has no room. RequestError: this one has none.
         """
         exchange, rank = self.exchange, self.exchange.group.rank
-        allow(exchange.group, OPENING_SECONDS)
+        exchange.group.limit = OPENING_SECONDS
         owners = Owners(greet(exchange, self.share))
         layout = weights.experts.layout
         most = max(len(owners.experts(layer, rank, layout.num_experts)) for layer in layout.moe_layers)
@@ -142,7 +139,7 @@ class Ranks:
         demand = replace(planner.demand, context=planned.context, span=agreed.span, prefill_step_size=agreed.block)
         planned = replace(planner, layout=own, demand=demand).plan()
         slow = layout.largest_layer / SLOW_DISK + agreed.span / SLOW_TOKENS
-        allow(exchange.group, LEAST_SECONDS + slow if self.seconds is None else self.seconds)
+        exchange.group.limit = LEAST_SECONDS + slow if self.seconds is None else self.seconds
         return Party(exchange, planned, owners, agreed.shares_routing, agreed.slots)
 
 

@@ -44,15 +44,8 @@ import numpy as np
 
 from ..caches.layer_cache import FLOAT_BYTES, LayerCache, State
 from ..errors import (
-    BadMagicError,
-    BadVersionError,
-    BufferTooSmallError,
-    LengthOverflowError,
-    NegativeLengthError,
     RequestError,
-    ShapeMismatchError,
     SnapshotError,
-    TruncatedError,
 )
 from ..families.file_forms import mflx_of
 from ..mixers.registry import by_layer, cache_numbers, make_caches
@@ -287,10 +280,7 @@ def _checked(args: ModelArgs, view: memoryview) -> tuple[int, int]:
     start = _check_header(args, view)
     lengths = [length for _, length in _attention_lengths(args, view, start)]
     if len(set(lengths)) > 1:
-        raise ShapeMismatchError(
-            f"layers of the snapshot have {min(lengths)} to {max(lengths)} positions; they must agree",
-            "length",
-        )
+        raise SnapshotError(f"layers of the snapshot have {min(lengths)} to {max(lengths)} positions; they must agree")
     return start, lengths[0]
 
 
@@ -299,24 +289,24 @@ def _check_header(args: ModelArgs, view: memoryview) -> int:
     wanted = _header(args)
     versions = HEADER_WORDS[wanted[0]]
     if len(view) < 8:
-        raise BufferTooSmallError(f"a snapshot of {len(view)} bytes is shorter than any header")
+        raise SnapshotError(f"a snapshot of {len(view)} bytes is shorter than any header")
     magic, version = struct.unpack_from("<2I", view)
     if magic != wanted[0]:
-        raise BadMagicError(
+        raise SnapshotError(
             f"the snapshot begins with {magic:#010x} instead of {wanted[0]:#010x}; is it this model's, "
             "with the same --kv-bits?"
         )
     known = [one for one, words in versions.items() if not any(wanted[words:])]  # a shorter header leaves nothing out
     if version not in known:
         names = " and ".join(map(str, known))
-        raise BadVersionError(f"the snapshot has version {version}; this model's snapshots have {names}")
+        raise SnapshotError(f"the snapshot has version {version}; this model's snapshots have {names}")
     words = versions[version]
     if len(view) < 4 * words:
-        raise BufferTooSmallError(f"a snapshot of {len(view)} bytes is shorter than its header of {4 * words}")
+        raise SnapshotError(f"a snapshot of {len(view)} bytes is shorter than its header of {4 * words}")
     header = struct.unpack_from(f"<{words}I", view)
     for field, got, want in list(zip(FIELDS, header, wanted, strict=False))[2:]:
         if got != want:
-            raise ShapeMismatchError(f"the snapshot has {field} {got}; this model has {want}", field)
+            raise SnapshotError(f"the snapshot has {field} {got}; this model has {want}")
     return 4 * words
 
 
@@ -337,19 +327,16 @@ def _attention_lengths(args: ModelArgs, view: memoryview, offset: int) -> Iterat
 
 def _check_room(view: memoryview, layer: int, offset: int, need: int) -> None:
     if len(view) - offset < need:
-        raise TruncatedError(
-            f"the snapshot ends in layer {layer}, which needs {need} bytes and has {len(view) - offset}",
-            layer,
+        raise SnapshotError(
+            f"the snapshot ends in layer {layer}, which needs {need} bytes and has {len(view) - offset}"
         )
 
 
 def _check_length(layer: int, length: int) -> None:
     if length < 0:
-        raise NegativeLengthError(f"layer {layer} of the snapshot has {length} positions", layer)
+        raise SnapshotError(f"layer {layer} of the snapshot has {length} positions")
     if length > MAX_LENGTH:
-        raise LengthOverflowError(
-            f"layer {layer} of the snapshot has {length} positions; the format allows {MAX_LENGTH}", layer
-        )
+        raise SnapshotError(f"layer {layer} of the snapshot has {length} positions; the format allows {MAX_LENGTH}")
 
 
 def _read(

@@ -21,7 +21,7 @@ from ..driving.loop import Progress
 from ..errors import RequestError
 from ..opening.engine import Engine
 from ..spec import ModelArgs
-from .readers import Head, TextReader, reader_of
+from .readers import EngineReader, Head, TextReader
 
 WINDOW = 1024
 LOGITS_BYTES = 64 << 20  # bytes of one model's logits at a time, in float32
@@ -134,7 +134,8 @@ def evaluate(
 @contextlib.contextmanager
 def _opened(opens: Opens) -> Iterator[TextReader]:
     """Opens a model for reading; at the end it is closed."""
-    reader = reader_of(opens())
+    model = opens()
+    reader = EngineReader(model) if isinstance(model, Engine) else model
     try:
         yield reader
     finally:

@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,8 +17,6 @@ from ..opening.engine import Engine
 from ..ops import backend, native
 from ..packing.located import Located
 from ..planning.machine import checked_dtype
-from ..spec import ModelArgs
-from ..text.tokenizer import TokenizerWrapper
 
 TokensDone = Callable[[int], object]  # called with the number of tokens done
 
@@ -45,26 +43,8 @@ class Head:
         return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-class TextReader(Protocol):
-    """A model that reads windows of text."""
-
-    @property
-    def args(self) -> ModelArgs: ...
-
-    @property
-    def tokenizer(self) -> TokenizerWrapper: ...
-
-    def hidden(self, windows: Sequence[list[int]], report: TokensDone) -> Iterator[np.ndarray]:
-        """The rows [N, hidden_size] float32 that the head takes, of each window."""
-
-    def head(self) -> Head:
-        """The head, which outlasts the reader."""
-
-    def close(self) -> None: ...
-
-
 class EngineReader:
-    """A `TextReader` with a loaded model; each window goes through it in the spans of the memory plan."""
+    """Reads with a loaded model; each window goes through it in the spans of the memory plan."""
 
     def __init__(self, engine: Engine):
         self._engine, self.args, self.tokenizer = engine, engine.model.args, engine.tokenizer
@@ -126,6 +106,6 @@ class LayerReader:
         self._folder.cleanup()
 
 
-def reader_of(model: Engine | TextReader) -> TextReader:
-    """The reader for what a caller has opened."""
-    return EngineReader(model) if isinstance(model, Engine) else model
+# A model that reads windows of text: `hidden` yields the rows [N, hidden_size] float32 that the head takes, of each
+# window; `head` is the head, which outlasts the reader.
+TextReader = EngineReader | LayerReader

@@ -12,8 +12,8 @@ from ..files import JsonObject, read_json
 from ..formats.checkpoint import Tensor, merge_tensors, read_header, safetensors_files
 from ..model.images import ImageRows, ImageSource
 from ..ops.limits import within_limits
-from ..packing.aside import NAME
 from ..packing.located import Located
+from ..packing.resident import ASIDE
 from ..spec import ModelArgs, family_name
 from .encoder import KINDS, SCORES_COPIES, Encoder, EncoderKind, is_installed, not_installed, plain_name
 from .pixels import IMAGE_ROWS, Processor, processor_of
@@ -83,7 +83,7 @@ def find_vision(located: Located, args: ModelArgs) -> VisionFiles | None:
     path, config = located.path, located.config
     if _kind_of(config) is None:
         return None
-    aside = path / NAME
+    aside = path / ASIDE
     packed = any(path.glob("resident*.safetensors"))
     files = ([aside] if aside.exists() else []) if packed else safetensors_files(path, located.shards_in)
     settings = read_json(path / PREPROCESSOR) if (path / PREPROCESSOR).exists() else {}

@@ -40,9 +40,10 @@ from streamed import add_options, add_trace, held_drive, settings, trace_of
 
 from moeflux_mlx import load, load_model
 from moeflux_mlx.caches.layer_cache import MOST_DRAFTS
-from moeflux_mlx.driving import decoding, head_drafts
+from moeflux_mlx.driving import decoding
+from moeflux_mlx.driving import drafts as drafts_module
+from moeflux_mlx.driving.drafts import HeadDrafts
 from moeflux_mlx.driving.generation import generate_step
-from moeflux_mlx.driving.head_drafts import HeadDrafts
 from moeflux_mlx.experts.held import HeldExperts
 from moeflux_mlx.experts.memory import page_aligned
 from moeflux_mlx.experts.routed import RoutedExperts
@@ -146,7 +147,7 @@ def drafting(depth: str, kind: str) -> Drafting:
 def guide(plain: Sequence[int], prompt: Sequence[int], right: float) -> None:
     """Sets the proposals from here on: `plain`, of which the share `right` is correct."""
     decoding.Lookup = lambda text: Told(plain, right)
-    head_drafts.HeadDrafts, Guided.told = Guided, Told(plain, right, len(prompt))
+    drafts_module.HeadDrafts, Guided.told = Guided, Told(plain, right, len(prompt))
 
 
 class Depth:

@@ -17,10 +17,9 @@ from tiny_models import tiny_directory, tiny_model
 from moeflux_mlx.caches import growing, recurrent, ring
 from moeflux_mlx.caches.layer_cache import MOST_DRAFTS
 from moeflux_mlx.driving import decoding, session
-from moeflux_mlx.driving.constrained import Constraint
 from moeflux_mlx.driving.drafts import LONGEST, Lookup
 from moeflux_mlx.driving.generation import generate_step, stream_generate
-from moeflux_mlx.driving.sampling import make_logits_processors, make_sampler
+from moeflux_mlx.driving.sampling import Constraint, make_logits_processors, make_sampler
 from moeflux_mlx.driving.session import Session
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.mixers.grouped import cache as grouped

@@ -14,7 +14,6 @@ from moeflux_mlx.kept.rates import TYPICAL, UNLIMITED, Rates, keep_rates, kept_r
 from moeflux_mlx.ops import native
 from moeflux_mlx.planning.breath import Breath
 from moeflux_mlx.planning.budget import plan_memory
-from moeflux_mlx.planning.demand import Demand
 from moeflux_mlx.planning.forecast import (
     Forecast,
     TokenWork,
@@ -26,10 +25,11 @@ from moeflux_mlx.planning.forecast import (
     uniform,
 )
 from moeflux_mlx.planning.machine import Figures
+from moeflux_mlx.planning.memory_plan import Demand
 from moeflux_mlx.planning.needs import state_bytes
 from moeflux_mlx.planning.pressure import PoolLimit
 from moeflux_mlx.spec import ModelArgs
-from moeflux_mlx.tools.rates import attention_rate
+from moeflux_mlx.tools.demo_check import attention_rate
 
 GB = 1 << 30
 

@@ -24,9 +24,10 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx.caches import growing
 from moeflux_mlx.convert import convert
-from moeflux_mlx.driving import decoding, head_drafts
+from moeflux_mlx.driving import decoding
+from moeflux_mlx.driving import drafts as drafts_module
+from moeflux_mlx.driving.drafts import HeadDrafts
 from moeflux_mlx.driving.generation import generate_step
-from moeflux_mlx.driving.head_drafts import HeadDrafts
 from moeflux_mlx.driving.loop import Loop
 from moeflux_mlx.driving.session import Session
 from moeflux_mlx.errors import ModelFileError, RequestError
@@ -216,7 +217,7 @@ class Guided(HeadDrafts):
 
 
 def guide(patch, answers, right):
-    patch.setattr(head_drafts, "HeadDrafts", Guided)
+    patch.setattr(drafts_module, "HeadDrafts", Guided)
     patch.setattr(Guided, "told", Told([], answers, right), raising=False)
 
 
@@ -350,7 +351,7 @@ def test_a_head_that_is_not_asked_absorbs_many_rows_at_once(monkeypatch):
     want = [token for token, _ in generate_step(PROMPT, headed("qwen3_next", draft="off"), max_tokens=24)]
     model.drafting = Drafting("head", fixed=True)
     monkeypatch.setattr(Drafting, "depth", 0)
-    monkeypatch.setattr(head_drafts, "MOST_WAITING", 6)
+    monkeypatch.setattr(drafts_module, "MOST_WAITING", 6)
     counts, absorb = [], model.head.absorb
 
     def counted(hidden, tokens, cache, draft=False):
@@ -420,7 +421,7 @@ def test_a_prompt_in_spans_may_be_stopped_and_an_answer_interrupted_at_any_line(
     prompt = [*PROMPT, *PROMPT]
     want = [token for token, _ in said_by(session_of(plain, family, span=8), prompt, 12, 12)]
     guide(monkeypatch, [[*prompt, *want]], (True, False, True, True))
-    modules = {module.__file__ for module in (decoding, head_drafts, model_head, growing)}
+    modules = {module.__file__ for module in (decoding, drafts_module, model_head, growing)}
     for at in range(0, 500, 125):
         session, calls = session_of(model, family, span=8), iter(range(at // 71))
 

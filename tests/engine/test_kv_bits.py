@@ -21,7 +21,7 @@ from moeflux_mlx import (
     save_state,
 )
 from moeflux_mlx.convert import convert
-from moeflux_mlx.errors import BadMagicError, FingerprintError, RequestError
+from moeflux_mlx.errors import FingerprintError, RequestError, SnapshotError
 from moeflux_mlx.mixers.grouped import cache as grouped
 from moeflux_mlx.ops import kv_rows
 from moeflux_mlx.planning.kv_bits import keeping, state_lines
@@ -167,7 +167,7 @@ def test_a_state_of_values_is_not_taken_for_one_of_bytes(opened, tmp_path):
     path = tiny_directory("qwen3_moe")
     rounded, plain = opened("qwen3_moe"), opened("qwen3_moe", kv_bits=16)
     data = save_state(plain, after(plain, 40))
-    with pytest.raises(BadMagicError, match="with the same --kv-bits"):
+    with pytest.raises(SnapshotError, match="with the same --kv-bits"):
         load_state(rounded, rounded.make_cache(), data)
     with pytest.raises(RequestError, match="caches do not fit"):
         save_state(rounded, after(plain, 40))

@@ -34,8 +34,8 @@ from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops.rope import Rope
 from moeflux_mlx.packing.source_format import SourceFormat
 from moeflux_mlx.planning.budget import plan_memory
-from moeflux_mlx.planning.demand import Demand
 from moeflux_mlx.planning.machine import Figures
+from moeflux_mlx.planning.memory_plan import Demand
 from moeflux_mlx.quant import Quant, entries
 from moeflux_mlx.spec import ModelArgs, family_name, variants
 

@@ -30,8 +30,8 @@ from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.grouped import GroupedRows
 from moeflux_mlx.ops.seen import Chosen
 from moeflux_mlx.planning.budget import plan_memory
-from moeflux_mlx.planning.demand import Demand
 from moeflux_mlx.planning.machine import Figures
+from moeflux_mlx.planning.memory_plan import Demand
 from moeflux_mlx.spec import ModelArgs, variants
 
 CHIPS = ["Apple M1", "Apple M2", "Apple M1 Max", "Apple M4 Pro", "Apple M5 Max", "Apple Paravirtual device"]

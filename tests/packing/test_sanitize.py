@@ -1,6 +1,7 @@
 """Names and layouts of checkpoints brought to the model's own, against explicit loops over heads."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import goldens
 import mlx.core as mx
@@ -15,11 +16,20 @@ from moeflux_mlx.families.names import canonical_name
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.formats.checkpoint import Tensor
 from moeflux_mlx.packing import sanitize
+from moeflux_mlx.packing.sources import PlainSource
 from moeflux_mlx.spec import ModelArgs
 
 
 def tensor(name, *shape):
     return Tensor(name, Path("file"), 0, "BF16", shape)
+
+
+def held(array):
+    """A tensor that holds its values."""
+    made = tensor("stored", *array.shape)
+    return SimpleNamespace(
+        **vars(made) | {"dtype": {mx.bfloat16: "BF16", mx.float32: "F32"}[array.dtype]}, read=lambda: array
+    )
 
 
 def next_args(**change):
@@ -129,14 +139,15 @@ def test_which_norms_are_centred():
 def test_adding_one_keeps_every_bit_of_a_small_weight():
     weight = mx.array([0.0123, -0.0456, 1e-3]).astype(mx.bfloat16)
     exact = np.array(weight.astype(mx.float32)).astype(np.float64) + 1
-    got = np.array(sanitize.add_one(weight)).astype(np.float64)
+    (got,) = PlainSource("norm", held(weight), centred=True).arrays()
+    got = np.array(got).astype(np.float64)
     assert np.abs(got - exact).max() < 1e-7
     rounded = np.array((weight + 1).astype(mx.float32))
     assert np.abs(rounded - exact).max() > 1e-4  # adding in bfloat16 would lose this
 
 
 def test_convolution_axes():
-    stored = mx.arange(12).reshape(3, 1, 4)
-    moved = sanitize.channels_first(stored)
+    stored = mx.arange(12, dtype=mx.float32).reshape(3, 1, 4)
+    (moved,) = PlainSource("conv", held(stored), convolution=True).arrays()
     assert moved.shape == (3, 4, 1)
     assert np.array_equal(np.array(moved)[:, :, 0], np.array(stored)[:, 0])

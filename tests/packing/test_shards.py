@@ -22,8 +22,7 @@ from moeflux_mlx.convert import convert, main
 from moeflux_mlx.errors import ModelFileError, MoefluxWarning, RequestError
 from moeflux_mlx.formats.packed import STATE
 from moeflux_mlx.packing import shards
-from moeflux_mlx.packing.journal import JOURNAL, SHARDS, Listing
-from moeflux_mlx.packing.supply import INCOMING
+from moeflux_mlx.packing.supply import INCOMING, JOURNAL, SHARDS, Listing
 from moeflux_mlx.packing.writer import PARTIAL
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,7 @@ import json
 import pytest
 from live_server import FakeEngine, Live, demo_engine, tokenizer_of
 
-from moeflux_mlx.server.features import Features, features_of
+from moeflux_mlx.server.choice import Features, features_of
 from moeflux_mlx.server.prepare import Defaults, Preparer
 from moeflux_mlx.server.request import Sampling
 

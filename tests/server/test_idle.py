@@ -2,8 +2,8 @@
 
 import pytest
 
-from moeflux_mlx.server import idle
-from moeflux_mlx.server.idle import REST_SECONDS, Idle
+from moeflux_mlx.server import worker
+from moeflux_mlx.server.worker import REST_SECONDS, Idle
 
 
 class Machine:
@@ -12,8 +12,8 @@ class Machine:
     def __init__(self, monkeypatch):
         self.now, self.done = 1000.0, []
         for name in ("rest", "wake"):
-            monkeypatch.setattr(idle, name, lambda name=name: self.done.append(name))
-        monkeypatch.setattr(idle, "Awake", lambda: self)
+            monkeypatch.setattr(worker, name, lambda name=name: self.done.append(name))
+        monkeypatch.setattr(worker, "Awake", lambda: self)
         self.is_awake = False
 
     def __enter__(self):

@@ -28,7 +28,7 @@ from moeflux_mlx.server import image_pool, prepare
 from moeflux_mlx.server.prepare import Defaults, Preparer
 from moeflux_mlx.server.request import Sampling
 from moeflux_mlx.server.wire import chat as chat_api
-from moeflux_mlx.server.wire.images import MOST, without_images
+from moeflux_mlx.server.wire.parts import MOST, without_images
 from moeflux_mlx.text.tokenizer import load_tokenizer
 from moeflux_mlx.vision.pixels import count_pixels
 

@@ -16,7 +16,7 @@ from moeflux_mlx.server.answering import Answering
 from moeflux_mlx.server.prepare import PreparedRequest
 from moeflux_mlx.server.request import Logprobs, Request, Sampling
 from moeflux_mlx.server.wire import chat, completions, responses
-from moeflux_mlx.server.wire.ids import Ids
+from moeflux_mlx.server.wire.replies import Ids
 from moeflux_mlx.text.calls.mistral import MISTRAL
 from moeflux_mlx.text.calls.tool_call import QWEN_JSON, QWEN_XML
 from moeflux_mlx.text.channels import THINK

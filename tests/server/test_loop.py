@@ -13,10 +13,9 @@ from live_server import FakeEngine, Live, wait_for
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.server import admission, worker
 from moeflux_mlx.server.admission import Admission
-from moeflux_mlx.server.job import Job
 from moeflux_mlx.server.prepare import PreparedRequest, Preparer
 from moeflux_mlx.server.request import Request as ServerRequest
-from moeflux_mlx.server.running import Running, Totals
+from moeflux_mlx.server.running import Job, Running, Totals
 from moeflux_mlx.server.sessions import Sessions
 
 LONG, SHORT = "the lake " * 80, "an owl"

@@ -321,6 +321,9 @@ def test_health_metrics_and_page(live):
 def test_tokenize(live):
     tokens = live.post("/tokenize", {"content": "Once there was"})["tokens"]
     assert live.worker.state.engine.tokenizer.decode(tokens) == "Once there was"
+    with pytest.raises(HTTPError) as refused:
+        live.post("/tokenize", {})
+    assert json.loads(refused.value.read())["error"]["param"] == "content"
 
 
 def test_the_last_report_on_a_prompt_comes_with_the_first_token_even_if_that_has_no_text(chat):

@@ -10,10 +10,9 @@ from tiny_models import tiny_directory
 from moeflux_mlx.errors import BadRequestError
 from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.server.admission import Admission
-from moeflux_mlx.server.job import Job, SharedPrompt
 from moeflux_mlx.server.prepare import PreparedRequest
 from moeflux_mlx.server.request import Request
-from moeflux_mlx.server.running import Running, Totals
+from moeflux_mlx.server.running import Job, Running, SharedPrompt, Totals
 from moeflux_mlx.server.sessions import Sessions
 from moeflux_mlx.text.fill_in import fill_in
 

@@ -23,12 +23,11 @@ from tiny_models import tiny_directory
 from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.ops import grouped, interrupt, native
 from moeflux_mlx.server.admission import Admission
-from moeflux_mlx.server.job import Job
 from moeflux_mlx.server.live import ExpertMap, Watch
 from moeflux_mlx.server.model_thread import ModelThread
 from moeflux_mlx.server.prepare import PreparedRequest
 from moeflux_mlx.server.request import Failed, Finish, Request, Sampling, Text
-from moeflux_mlx.server.running import Totals
+from moeflux_mlx.server.running import Job, Totals
 from moeflux_mlx.server.sessions import Sessions
 from moeflux_mlx.server.worker import Worker
 

@@ -61,7 +61,7 @@ def test_the_map_shows_which_conversation_requested_an_expert_last(monkeypatch):
     monkeypatch.setattr(live_module, "EVERY", 0.01)
     with Live(lambda: demo_engine(expert_io="pread", expert_cache_bytes=1)) as live:
         watch = live.worker.watch
-        watch.begin()
+        watch.watchers += 1
         live.worker.wake()
         wait_for(lambda: watch.latest)
 
@@ -73,7 +73,7 @@ def test_the_map_shows_which_conversation_requested_an_expert_last(monkeypatch):
             return set(base64.b64decode(watch.latest["askers"])) - {0}
 
         assert asked_by("one") == {1} and 2 in asked_by("two") and asked_by("one") <= {1, 2}
-        watch.end()
+        watch.watchers -= 1
 
 
 def test_a_conversation_that_cannot_be_kept_ends_no_other(alone, capfd):

@@ -13,8 +13,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from wire_events import SCENES, decoded, fixed_ids, rows, sent
 
+from moeflux_mlx.server import about
 from moeflux_mlx.server.request import Failed
-from moeflux_mlx.server.wire import chat, completions, messages, models, replies, responses
+from moeflux_mlx.server.wire import chat, completions, messages, replies, responses
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT = chat.read({"model": "m", "messages": HI, "stream_options": {"include_usage": True}})
@@ -160,34 +161,34 @@ def test_each_event_is_of_the_clients_own_types(events):
 
 def test_errors():
     long = replies.context_exceeded(30000, 8192)
-    SERVER.refuses(long.status, chat.error(long.status, long.code, long.message, "messages"))
+    SERVER.refuses(long.status, replies.openai_error(long.status, long.code, str(long), "messages"))
     with pytest.raises(openai.BadRequestError, match="30000 tokens > 8192") as caught:
         OPENAI.chat.completions.create(**SAID)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
-    SERVER.refuses(long.status, messages.error(long.status, long.code, long.message, None))
+    SERVER.refuses(long.status, replies.anthropic_error(long.status, long.code, str(long), None))
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long: 30000 tokens > 8192 maximum") as other:
         ANTHROPIC.messages.create(**SAID, max_tokens=9)
     assert other.value.body["error"]["type"] == "invalid_request_error"
-    assert "set by" not in long.message and "start the server with a longer --context" in long.message
-    assert replies.queue_full(1, 1).message.startswith("1 request waits already")
+    assert "set by" not in str(long) and "start the server with a longer --context" in str(long)
+    assert str(replies.queue_full(1, 1)).startswith("1 request waits already")
     full = replies.queue_full(64, 64)
-    SERVER.refuses(full.status, responses.error(full.status, full.code, full.message, None))
+    SERVER.refuses(full.status, replies.openai_error(full.status, full.code, str(full), None))
     with pytest.raises(openai.RateLimitError, match="64 requests wait") as busy:
         OPENAI.responses.create(model="m", input="hi")
     assert busy.value.response.headers["retry-after"] == "5"
-    SERVER.refuses(401, messages.error(401, "invalid_api_key", "no key", None))
+    SERVER.refuses(401, replies.anthropic_error(401, "invalid_api_key", "no key", None))
     with pytest.raises(anthropic.AuthenticationError):
         ANTHROPIC.messages.count_tokens(**SAID)
 
 
 def test_models():
-    listed = models.listing([models.model("demo", 1700000000.5, 4096)])
+    listed = about.listing([about.model_entry("demo", 1700000000.5, 4096, {"value": "loaded"})])
     SERVER.refuses(200, listed)
     assert [Model.model_validate(item.to_dict()).id for item in OPENAI.models.list()] == ["demo"]
     page = ANTHROPIC.models.list()
     model = ModelInfo.model_validate(page.data[0].to_dict())
     assert (model.id, model.max_input_tokens, model.created_at.year, page.has_more) == ("demo", 4096, 2023, False)
-    assert models.listing([])["first_id"] is None
+    assert about.listing([])["first_id"] is None
 
 
 def test_a_whole_reply_has_the_clients_own_type():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.server.request import Request
 from moeflux_mlx.server.wire import chat, completions, messages, responses
+from moeflux_mlx.server.wire.fields import parse
 
 APIS = [(chat, CHAT), (completions, COMPLETIONS), (messages, MESSAGES), (responses, RESPONSES)]
 
@@ -54,7 +55,7 @@ def changed(body, path, value):
 def attempt(api, body):
     """Returns a request whose parts are JSON again, or a refusal of one line."""
     try:
-        request = api.read(body)
+        request = api.read(parse(json.dumps(body).encode()))
     except RequestError as error:
         message = str(error)
         assert "\n" not in message and len(message) < 400

@@ -5,7 +5,7 @@ from bodies import CHAT, COMPLETIONS, MESSAGES, READ_TOOL, RESPONSES
 
 from moeflux_mlx.errors import BadRequestError
 from moeflux_mlx.server.request import Sampling
-from moeflux_mlx.server.wire import chat, completions, messages, responses, tokenize
+from moeflux_mlx.server.wire import chat, completions, messages, responses
 from moeflux_mlx.server.wire.fields import DEEPEST, parse
 from moeflux_mlx.server.wire.responses_request import sealed
 
@@ -340,7 +340,6 @@ REFUSED = [
         "input[0].content[0].image_url",
     ),
     (responses.read, {"input": "hi", "tools": [{"type": "function", "name": "a"}] * 2}, "tools[1].name"),
-    (tokenize.read, {}, "content"),
 ]
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from moeflux_mlx.server.request import Accepted, Failed, Finish, Logprobs, PromptProgress, TokenLogprob
 from moeflux_mlx.server.wire import chat, completions, messages, responses
-from moeflux_mlx.server.wire.ids import Ids
+from moeflux_mlx.server.wire.replies import Ids
 from moeflux_mlx.text.events import CallDelta, CallEnd, CallStart, Reasoning, Text
 
 APIS = {"chat": chat, "completions": completions, "messages": messages, "responses": responses}

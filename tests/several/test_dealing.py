@@ -11,8 +11,7 @@ from tiny_models import tiny_directory
 from moeflux_mlx.errors import RankError
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.ops import backend
-from moeflux_mlx.several.dealing import Dealing
-from moeflux_mlx.several.owners import Owners
+from moeflux_mlx.several.owners import Dealing, Owners
 
 EXPERTS = 24
 tokens = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=8, unique=True)

@@ -38,7 +38,7 @@ class Meeting:
 class Member:
     def __init__(self, meeting, rank):
         self.meeting, self.rank, self.size = meeting, rank, len(meeting.words)
-        self.on_device = meeting.on_device
+        self.on_device, self.limit = meeting.on_device, 0.0
 
     def gather(self, words):
         if isinstance(words, mx.array):

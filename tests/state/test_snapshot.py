@@ -102,7 +102,7 @@ def test_bytes_made_from_the_description_load(family, version):
     data, layers = described(model.args, 5, version=version)
     cache = model.make_cache()
     if version == 1 and family == "deepseek_v3":
-        with pytest.raises(errors.BadVersionError, match="version 1"):
+        with pytest.raises(errors.SnapshotError, match="version 1"):
             load_state(model, cache, data)
         return
     load_state(model, cache, data + b"what follows is ignored")
@@ -187,14 +187,13 @@ def set_word(data, index, value):
     return data[: 4 * index] + struct.pack("<I", value) + data[4 * index + 4 :]
 
 
-def refused(model, data, kind):
-    """Returns the error, after checking that nothing changed."""
+def refused(model, data, words):
+    """Loading raises an error with these words, and changes nothing."""
     cache = after(model, 4)
     before = [layer.state for layer in cache]
-    with pytest.raises(kind) as caught:
+    with pytest.raises(errors.SnapshotError, match=words):
         load_state(model, cache, data)
     assert same_states(before, [layer.state for layer in cache])
-    return caught.value
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -203,31 +202,30 @@ def test_every_word_of_the_header_is_checked(family):
     good, _ = described(model.args, 3)
     fields = ["num_hidden_layers", "full_attention_interval", "num_key_value_heads", "head_dim"]
     fields += ["linear_conv_bytes", "linear_ssm_bytes", "kv_lora_rank", "qk_rope_head_dim"]
-    refused(model, set_word(good, 0, 0x584C464D), errors.BadMagicError)
+    refused(model, set_word(good, 0, 0x584C464D), "begins with")
     for version in (0, 3, 0xFFFFFFFF):
-        refused(model, set_word(good, 1, version), errors.BadVersionError)
+        refused(model, set_word(good, 1, version), f"has version {version};")
     for i, field in enumerate(fields, start=2):
-        assert refused(model, set_word(good, i, 7), errors.ShapeMismatchError).field == field
+        refused(model, set_word(good, i, 7), f"has {field} 7;")
     for size in (0, 3, 7, 8, 39):
-        refused(model, good[:size], errors.BufferTooSmallError)
+        refused(model, good[:size], f"{size} bytes is shorter")
 
 
 def test_lengths_are_checked_before_anything_is_made():
     model = tiny_model("qwen3_next", mx.float32)
     good, _ = described(model.args, 3)
     at = len(good) - 4 - 2 * 3 * model.args.num_key_value_heads * model.args.head_dim * 4
-    for value, kind in (
-        (-1, errors.NegativeLengthError),
-        (-(2**31), errors.NegativeLengthError),
-        (MAX_LENGTH + 1, errors.LengthOverflowError),
-        (2**31 - 1, errors.LengthOverflowError),
-        (MAX_LENGTH, errors.TruncatedError),
-        (4, errors.TruncatedError),
+    for value, words in (
+        (-1, "layer 3 of the snapshot has -1 positions$"),
+        (-(2**31), "layer 3 of the snapshot has -2147483648 positions$"),
+        (MAX_LENGTH + 1, "layer 3 .* the format allows"),
+        (2**31 - 1, "layer 3 .* the format allows"),
+        (MAX_LENGTH, "ends in layer 3"),
+        (4, "ends in layer 3"),
     ):
-        error = refused(model, good[:at] + struct.pack("<i", value) + good[at + 4 :], kind)
-        assert error.layer == 3
-    assert refused(model, good[:-1], errors.TruncatedError).layer == 3
-    assert refused(model, good[:41], errors.TruncatedError).layer == 0
+        refused(model, good[:at] + struct.pack("<i", value) + good[at + 4 :], words)
+    refused(model, good[:-1], "ends in layer 3")
+    refused(model, good[:41], "ends in layer 0")
 
 
 def test_layers_of_different_lengths_are_refused():
@@ -235,10 +233,7 @@ def test_layers_of_different_lengths_are_refused():
     long, _ = described(model.args, 3)
     short, _ = described(model.args, 2)
     layer = (len(long) - 40) // 3
-    assert (
-        refused(model, long[: 40 + 2 * layer] + short[-((len(short) - 40) // 3) :], errors.SnapshotError).field
-        == "length"
-    )
+    refused(model, long[: 40 + 2 * layer] + short[-((len(short) - 40) // 3) :], "2 to 3 positions")
 
 
 def test_states_that_cannot_be_expressed():

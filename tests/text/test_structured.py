@@ -11,7 +11,7 @@ from test_calls import EVERY_TAGGED_FORM, calls_of, read
 from test_tokenizer import SPACING, train_bpe, train_sentencepiece, write_json
 from tokenizers import AddedToken
 
-from moeflux_mlx.driving.constrained import Constraint
+from moeflux_mlx.driving.sampling import Constraint
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.text.calls.cohere import COHERE_ACTION
 from moeflux_mlx.text.calls.gemma import GEMMA

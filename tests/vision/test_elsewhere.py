@@ -16,7 +16,7 @@ from moeflux_mlx.errors import BadRequestError, RequestError
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.generate.__main__ import main as generate
 from moeflux_mlx.opening.engine import open_engine
-from moeflux_mlx.packing.aside import NAME as ASIDE
+from moeflux_mlx.packing.resident import ASIDE
 from moeflux_mlx.plan import main as plan
 from moeflux_mlx.server.prepare import Defaults, Preparer
 from moeflux_mlx.server.request import Sampling

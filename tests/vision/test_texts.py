@@ -18,8 +18,9 @@ from tiny_heads import headed_directory
 from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import PromptDirectory, batch_generate, model_fingerprint, save_state, stream_generate
-from moeflux_mlx.driving import decoding, head_drafts
-from moeflux_mlx.driving.head_drafts import HeadDrafts
+from moeflux_mlx.driving import decoding
+from moeflux_mlx.driving import drafts as drafts_module
+from moeflux_mlx.driving.drafts import HeadDrafts
 from moeflux_mlx.driving.prompt import FIRST_KEY, Prompt, with_images
 from moeflux_mlx.driving.session import Session
 from moeflux_mlx.errors import PromptCacheError, RequestError, SnapshotError
@@ -232,7 +233,7 @@ def test_drafts_behind_images_change_no_bit(monkeypatch, headed, kind):
     drafting, off = Drafting(kind, most=2, fixed=True), Drafting()
     told = lambda text: Told(text, answers, (True, True, False))  # noqa: E731
     monkeypatch.setattr(decoding, "Lookup", told)
-    monkeypatch.setattr(head_drafts, "HeadDrafts", GuidedHead)
+    monkeypatch.setattr(drafts_module, "HeadDrafts", GuidedHead)
     monkeypatch.setattr(GuidedHead, "told", told([]), raising=False)
     tokenizer = load_tokenizer(tiny_directory(FAMILY))
 

@@ -7,13 +7,9 @@ from ...text.results import Message
 from ..request import Finish, Request, ServerEvent
 from . import conversation, settings, tools
 from .answer import Block, BlockStep, WireAnswer
-from .fields import Body, check, wrong
-from .ids import Ids
-from .images import without_images
-from .parts import text_of, texts, unserved
-from .replies import Chunks, counts, failure, folded, logprob, openai_error
-
-error = openai_error
+from .fields import Body, wrong
+from .parts import text_of, texts, unserved, without_images
+from .replies import Chunks, Ids, counts, failure, folded, logprob
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _FINISH = {"stop": "stop", "stop_sequence": "stop", "length": "length", "tool_calls": "tool_calls"}
@@ -21,7 +17,6 @@ _FINISH = {"stop": "stop", "stop_sequence": "stop", "length": "length", "tool_ca
 
 def read(body: JsonObject) -> Request:
     """The request that a body makes."""
-    check(body)
     body, images = without_images(body, "messages")
     fields = Body(body)
     _text_only(fields)
@@ -99,10 +94,6 @@ def _call(item: Body) -> Message:
     return conversation.call(function.required_text("name"), arguments, item.text("id"))
 
 
-def stream(request: Request, ids: Ids) -> "ChatReply":
-    return ChatReply(request, ids)
-
-
 def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> JsonDict:
     """The reply that does not stream; an error where the events end in one."""
     ids, answer = ids or Ids(), folded(events)
@@ -178,3 +169,6 @@ class ChatReply(Chunks):
 
     def _choice(self, delta: JsonObject, reason: str | None = None) -> JsonDict:
         return {"index": self.ids.index, "delta": delta, "finish_reason": reason}
+
+
+stream = ChatReply

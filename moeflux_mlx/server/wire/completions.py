@@ -7,16 +7,12 @@ from ...files import JsonDict, JsonObject, JsonValue
 from ..request import Finish, Request, ServerEvent, TokenLogprob
 from . import settings
 from .answer import BlockStep
-from .fields import LARGEST, Body, check
-from .ids import Ids
-from .replies import Chunks, counts, failure, folded, openai_error
-
-error = openai_error
+from .fields import LARGEST, Body
+from .replies import Chunks, Ids, counts, failure, folded
 
 
 def read(body: JsonObject) -> Request:
     """The request of a body; a prompt is used unchanged, including lines that agents put into it."""
-    check(body)
     fields = Body(body)
     prompts, suffix = _prompts(fields), fields.text("suffix") or None
     if suffix and not all(isinstance(prompt, str) for prompt in prompts):
@@ -66,10 +62,6 @@ def _prompt(fields: Body, value: JsonValue) -> str | Sequence[int]:
     return list(tokens)
 
 
-def stream(request: Request, ids: Ids) -> "CompletionReply":
-    return CompletionReply(request, ids)
-
-
 def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> JsonDict:
     """The reply that does not stream; an error where the events end in one."""
     ids, answer = ids or Ids(), folded(events)
@@ -117,3 +109,6 @@ class CompletionReply(Chunks):
 
     def empty(self, finish: Finish | None = None) -> JsonDict:
         return _choice(self.ids.index, "", finish)
+
+
+stream = CompletionReply

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...files import JsonDict, JsonObject, JsonValue
-from .fields import LARGEST, Body, check
+from .fields import LARGEST, Body
 
 MOST_INPUTS = 2048
 DIMENSIONS = 1 << 16
@@ -31,7 +31,6 @@ class EmbeddingRequest:
 
 def read(body: JsonObject) -> EmbeddingRequest:
     """The request that a body makes. Raises BadRequestError."""
-    check(body)
     fields = Body(body)
     form = fields.text("encoding_format") or "float"
     if form not in ("float", "base64"):

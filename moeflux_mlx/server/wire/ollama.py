@@ -18,10 +18,8 @@ from ..request import Finish, Request, ServerEvent, TokenLogprob
 from . import chat, completions, embeddings, settings
 from .answer import Block, BlockStep, WireAnswer
 from .embeddings import EmbeddingRequest
-from .fields import Body, check
-from .ids import Ids
-from .replies import Reply, folded
-from .sse import dumps
+from .fields import Body
+from .replies import Ids, Reply, dumps, folded
 
 API = "0.12.6"  # the release whose API this is: clients compare it with the oldest one that they can use
 LATEST = ":latest"  # the tag that clients put behind a name without one
@@ -33,10 +31,6 @@ OPTIONS = {
     "num_predict": "max_tokens",
 }
 UNSERVED = ("template", "context")  # of /api/generate
-
-
-def error(status: int, code: str | None, message: str, param: str | None = None) -> JsonDict:
-    return {"error": message}
 
 
 class Ollama:
@@ -51,7 +45,6 @@ class Ollama:
 
     def read(self, body: JsonDict) -> Request:
         """The request that a body makes. Raises BadRequestError."""
-        check(body)
         fields = Body(body)
         told = self._common(fields)
         if not (fields.list("messages") if self.chats else fields.text("prompt")):
@@ -221,7 +214,6 @@ def _durations(finish: Finish) -> JsonDict:
 
 def read_embed(body: JsonObject) -> EmbeddingRequest:
     """/api/embed. Texts that are too long are cut, unless `truncate` is false. Raises BadRequestError."""
-    check(body)
     fields = Body(body)
     model, dimensions = fields.required_text("model"), fields.integer("dimensions", 1, embeddings.DIMENSIONS)
     return EmbeddingRequest(model, embeddings.inputs(fields), dimensions, truncate=fields.flag("truncate", True))

@@ -1,16 +1,77 @@
-"""The common part of the replies of all APIs: the object that writes a stream, and failures in each API's form."""
+"""The common part of the replies of all APIs: the object that writes a stream, and failures in each API's form.
 
+`Ids` makes the ids and the time of one reply; tests can fix both. `encode` makes server-sent events.
+"""
+
+import json
+import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
-from ...errors import counted
+from ...errors import BadRequestError, counted
 from ...files import JsonDict, JsonValue
 from ..request import Failed, Finish, PromptProgress, Request, ServerEvent, TokenLogprob
 from .answer import BlockStep, WireAnswer
-from .ids import Ids
-from .sse import DONE, encode
 
+
+class Ids:
+    """Ids of one reply.
+
+    `index` is the number of the reply's choice that they belong to. `calls` maps the index of each call of a tool to
+    the id that the client was given for it, which is what a client names in its next request.
+
+    Args:
+        random: makes the part behind the prefix.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self, random: Callable[[], str] = lambda: secrets.token_hex(12), clock: Callable[[], float] = time.time
+    ):
+        self._random, self._clock = random, clock
+        self.calls: dict[int, str] = {}
+        self.index, self._reply = 0, dict[str, str]()
+
+    def of_choice(self, index: int) -> "Ids":
+        """Ids of another choice of the same reply."""
+        other = Ids(self._random, self._clock)
+        other.index, other._reply = index, self._reply
+        return other
+
+    def reply(self, prefix: str) -> str:
+        """The id of the reply, the same for all of its choices."""
+        return self._reply.setdefault(prefix, self.make(prefix))
+
+    def make(self, prefix: str) -> str:
+        return prefix + self._random()
+
+    def call(self, index: int, prefix: str) -> str:
+        """The id of the call `index`, always the same one."""
+        if index not in self.calls:
+            self.calls[index] = self.make(prefix)
+        return self.calls[index]
+
+    def now(self) -> int:
+        return int(self._clock())
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def encode(data: JsonValue, event: str | None = None) -> bytes:
+    """One event; JSON escapes line ends, so its data is one line."""
+    head = f"event: {event}\n" if event else ""
+    return f"{head}data: {dumps(data)}\n\n".encode("ascii")
+
+
+def dumps(data: JsonValue) -> str:
+    """Compact JSON in ASCII: some clients end lines at U+2028 and its like, which JSON need not escape."""
+    return json.dumps(data, separators=(",", ":"))
+
+
+LOST = Failed(500, "server_error", "the answer ended before it was finished; see the server's log")
 NO_THREADS = "thread_unsupported_request"
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {
@@ -49,8 +110,7 @@ class Reply(ABC):
         """The last bytes of the stream; an answer without a last event has failed. `total`: the counts of all of the
         reply's choices, if there are several.
         """
-        lost = Failed(500, "server_error", "the answer ended before it was finished; see the server's log")
-        pieces, total = [] if self.answer.over else self.events(lost), total or self.answer.finish
+        pieces, total = [] if self.answer.over else self.events(LOST), total or self.answer.finish
         return b"".join([*pieces, *(self.ending(total) if total else ()), self.tail])
 
     tail, content_type = b"", b"text/event-stream; charset=utf-8"
@@ -132,7 +192,7 @@ def folded(events: Iterable[ServerEvent]) -> WireAnswer:
     for event in events:
         answer.take(event)
     if not answer.over:
-        answer.take(Failed(500, "server_error", "the answer ended before it was finished; see the server's log"))
+        answer.take(LOST)
     return answer
 
 
@@ -155,7 +215,27 @@ def anthropic_error(status: int, code: str | None, message: str, param: str | No
     return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
-def context_exceeded(prompt_tokens: int, context: int, at_least: bool = False) -> Failed:
+def ollama_error(status: int, code: str | None, message: str, param: str | None = None) -> JsonDict:
+    return {"error": message}
+
+
+def error_body(path: str, status: int, code: str | None, message: str, param: str | None = None) -> JsonDict:
+    """The body of an error for a request of `path`."""
+    shapes = {"/v1/messages": anthropic_error, "/api/": ollama_error}
+    shape = next((shape for start, shape in shapes.items() if path.startswith(start)), openai_error)
+    return shape(status, code, message, param)
+
+
+def error_reply(
+    path: str, status: int, code: str | None, message: str, param: str | None = None
+) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Status, headers and body."""
+    body = json.dumps(error_body(path, status, code, message, param)).encode()
+    headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **error_headers(status)}
+    return status, [(name.lower().encode(), value.encode()) for name, value in headers.items()], body
+
+
+def context_exceeded(prompt_tokens: int, context: int, at_least: bool = False) -> BadRequestError:
     """The message for a prompt that leaves no room to answer, with words that clients of both kinds search for.
 
     `at_least`: the prompt has more tokens, which were not counted.
@@ -166,7 +246,7 @@ def context_exceeded(prompt_tokens: int, context: int, at_least: bool = False) -
         f"this model's maximum context length is {context} tokens here; shorten the prompt, or start the server with a "
         "longer --context, if the model and the memory allow it"
     )
-    return Failed(400, "context_length_exceeded", message)
+    return BadRequestError(message, code="context_length_exceeded")
 
 
 def logprob(token: TokenLogprob) -> JsonDict:
@@ -177,16 +257,16 @@ def logprob(token: TokenLogprob) -> JsonDict:
     return {**own, "top_logprobs": others}
 
 
-def queue_full(waiting: int, places: int) -> Failed:
+def queue_full(waiting: int, places: int) -> BadRequestError:
     waits = f"{counted(waiting, 'request')} {'waits' if waiting == 1 else 'wait'}"
     message = f"{waits} already, and --queue allows {places}; try again later"
-    return Failed(429, "rate_limit_exceeded", message)
+    return BadRequestError(message, None, 429, "rate_limit_exceeded")
 
 
-def error_headers(status: int, retry_after: float = 5) -> dict[str, str]:
+def error_headers(status: int) -> dict[str, str]:
     """Headers that belong to an error: when to retry, or how to authenticate."""
     if status in (429, 503):
-        return {"Retry-After": str(max(1, round(retry_after)))}
+        return {"Retry-After": "5"}
     return {"WWW-Authenticate": "Bearer"} if status == 401 else {}
 
 

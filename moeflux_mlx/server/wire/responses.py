@@ -1,19 +1,19 @@
-"""/v1/responses: a response as items, each added, filled and done. Codex acts on `output_item.done`."""
+"""/v1/responses: a response as items, each added, filled and done. Codex acts on `output_item.done`.
 
-from collections.abc import Callable, Iterable, Mapping
+`StoredResponses` keeps its latest items in memory: clients of OpenAI's API, which stores responses by default, refer
+to earlier items by id instead of repeating them.
+"""
 
-from ...files import JsonDict, JsonValue
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from ...errors import BadRequestError
+from ...files import JsonDict, JsonObject, JsonValue
+from ...text.latest import Latest
 from ..request import Finish, Request, Sampling, ServerEvent
 from .answer import Block, BlockStep, WireAnswer
-from .ids import Ids
-from .replies import Reply, failure, folded, logprob, openai_error
-from .responses_request import read, sealed
-from .responses_tools import Known, input_of
-from .sse import encode
-
-__all__ = ["error", "read", "stream", "whole"]
-
-error = openai_error
+from .fields import Body, shown
+from .replies import Ids, Reply, dumps, encode, failure, folded, logprob
+from .responses_request import Known, input_of, read, sealed
 
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_", "custom": "ctc_"}
 # What is the same in every response: no response is kept whole, and there is one tier of service.
@@ -32,10 +32,6 @@ _PARTS = {
     "summary": ("summary_text", "reasoning_summary_part", "reasoning_summary_text", "summary_index"),
     "text": ("output_text", "content_part", "output_text", "content_index"),
 }
-
-
-def stream(request: Request, ids: Ids) -> "ResponseReply":
-    return ResponseReply(request, ids)
 
 
 def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> JsonDict:
@@ -254,3 +250,56 @@ class ResponseReply(Reply):
     def _event(self, kind: str, **data: JsonValue) -> bytes:
         number, self._number = self._number, self._number + 1
         return encode({"type": kind, "sequence_number": number, **data}, kind)
+
+
+stream = ResponseReply
+Item = JsonObject
+REFERENCE = "item_reference"  # its type, which may be left out
+
+
+class StoredResponses:
+    """Reads and writes as the module `responses` does."""
+
+    def __init__(self) -> None:
+        self._items: Latest[str, Item] = Latest()
+
+    def read(self, body: JsonObject) -> Request:
+        """The request that a body makes.
+
+        Raises:
+            BadRequestError: as the module's, or it names an item that is not here, or one twice.
+        """
+        said, named = body.get("input"), set[str]()
+        if isinstance(said, list):
+            body = {**body, "input": [self._item(item, f"input[{n}]", named) for n, item in enumerate(said)]}
+        return read(body)
+
+    def stream(self, request: Request, ids: Ids) -> ResponseReply:
+        return ResponseReply(request, ids, self._keep if request.extra["store"] else None)
+
+    def whole(self, request: Request, events: Iterable[ServerEvent], ids: Ids) -> JsonDict:
+        body = whole(request, events, ids)
+        if request.extra["store"]:
+            self._keep(body.get("output", ()))
+        return body
+
+    def _keep(self, items: Sequence[Item]) -> None:
+        for item in items:
+            self._items.keep(item["id"], item, len(dumps(item)))
+
+    def _item(self, item: JsonValue, path: str, named: set[str]) -> JsonValue:
+        """An item of the input, or the one that it refers to; `named` are those that others referred to."""
+        if not isinstance(item, Mapping) or (item.get("type") != REFERENCE and set(item) != {"id"}):
+            return item
+        id = Body(item, path).required_text("id")
+        if id in named:  # a short body could ask for more text than memory holds
+            raise BadRequestError(f"Duplicate item found with id {shown(id)}. Name each item once", "input")
+        named.add(id)
+        stored = self._items.find(id)
+        if stored is None:
+            message = (
+                f"Item with id {shown(id)} not found. This server keeps the latest items in memory only; "
+                "send the item itself, as clients do with store set to false"
+            )
+            raise BadRequestError(message, "input", 404, "not_found")
+        return stored
