@@ -23,9 +23,8 @@ from .cli.benchmarking import (
     table,
 )
 from .cli.diagnosis import machine_lines
-from .cli.fetching import local_model
 from .cli.known_models import forecast_of
-from .cli.opening import note_idle_options, open_optional
+from .cli.opening import local_model, note_idle_options, open_optional
 from .cli.options import add_model_options
 from .cli.ranks import add_rank_options, together
 from .cli.terminal import mapped_memory_gb, peak_memory_gb

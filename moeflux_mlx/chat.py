@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from .cli.fetching import local_model
-from .cli.opening import check_store, load_named, open_store
+from .cli.opening import check_store, load_named, local_model, open_store
 from .cli.options import (
     add_model_options,
     add_prompt_cache_options,
@@ -25,7 +24,7 @@ from .driving.session import AnswerOptions
 from .errors import MoefluxError, RequestError, TokenizerError
 from .files import user_path
 from .opening.engine import Engine
-from .planning.awake import Awake
+from .planning.wired import Awake
 from .vision.sources import bytes_of
 
 HELP = """\

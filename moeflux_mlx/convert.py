@@ -12,7 +12,7 @@ from .cli.run import Parser, main_of  # first: where MLX is missing, it says so
 # isort: split
 from .calibration.calibrated import DEFAULT_TEXT, Calibration, convert_calibrated, plan_calibrated
 from .calibration.rounding import CALIBRATED_METHODS, GPTQ
-from .cli.fetching import downloaded
+from .cli.opening import downloaded
 from .cli.options import Adder, add_shared
 from .cli.planning import reading_line
 from .cli.terminal import INTERRUPTED, agree, note
@@ -27,8 +27,8 @@ from .packing.conversion import LAYOUTS, PACKED, ConversionReport, ConvertSettin
 from .packing.ggml import TYPES
 from .packing.located import Located
 from .packing.recipe import RECIPES
-from .planning.awake import Awake
 from .planning.machine import default_dtype
+from .planning.wired import Awake
 from .quant import AFFINE_BITS, AFFINE_GROUPS, DEFAULT, MLX_MODES, fitting
 from .rounding.methods import FIT, METHODS
 from .text.tokenizer import VOCABULARY_FILES

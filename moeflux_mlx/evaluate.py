@@ -26,8 +26,7 @@ from .opening.engine import Engine, open_with
 from .opening.locate import locate
 from .packing.located import Located
 from .process import claim_process
-from .tools.evaluate import WINDOW, Losses, evaluate, perplexity
-from .tools.readers import LayerReader
+from .tools.evaluate import WINDOW, LayerReader, Losses, evaluate, perplexity
 
 # Options that only an engine uses.
 

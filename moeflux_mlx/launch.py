@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .cli.fetching import local_model
-from .cli.opening import load_named
+from .cli.opening import load_named, local_model
 from .cli.options import add_model_options, add_prompt_cache_options
 from .cli.programs import PROGRAMS, Address, AgentProgram
 from .cli.run import Parser, execute

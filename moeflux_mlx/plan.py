@@ -28,7 +28,7 @@ from .cli.planning import ASSUMED_DISK, figures, measure_disk, memory_lines, rea
 from .cli.terminal import note
 from .errors import RequestError
 from .experts.source import IoMode
-from .formats.pieces import ExpertFiles
+from .formats.in_place import ExpertFiles
 from .formats.record import ExpertLayout
 from .formats.tables import NARROW, RowForm, TableFiles
 from .kept.rates import kept_rates
@@ -37,14 +37,14 @@ from .opening.heads import choose_drafts
 from .opening.locate import locate
 from .opening.remote import Remote, is_remote
 from .opening.weights import ModelWeights, open_weights, with_best_pool
+from .packing.plan import SMALL_GROUP
 from .packing.recipe import Recipe, read_recipe
-from .packing.tables import SMALL_GROUP
 from .planning.budget import Planner
 from .planning.expert_io import from_environment
 from .planning.forecast import TokenWork, expected, uniform
-from .planning.kv_bits import keeping, state_lines
 from .planning.machine import default_dtype, in_gb
 from .planning.memory_plan import Demand, MemoryPlan
+from .planning.needs import keeping, state_lines
 from .planning.quants import Quants
 from .quant import Quant
 from .spec import ModelArgs

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from .cli.fetching import pull
+from .cli.opening import pull
 from .cli.options import add_shared
 from .cli.run import Parser, main_of
 

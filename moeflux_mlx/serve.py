@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .cli.fetching import embedding_model, local_model
-from .cli.opening import load_named
+from .cli.opening import embedding_model, load_named, local_model
 from .cli.options import add_model_options, add_prompt_cache_options
 from .cli.ranks import add_rank_options, together
 from .cli.run import Parser, execute

@@ -31,9 +31,8 @@ from .opening.weights import open_weights
 from .ops import backend
 from .ops.tiles import TRIED, TileChanges, merged
 from .planning.budget import plan_memory
-from .planning.kv_bits import keeping
 from .planning.machine import default_dtype, machine_figures
-from .planning.needs import least_pool
+from .planning.needs import keeping, least_pool
 from .planning.pool_sizes import best_of, keep_pool, pool_file, sizes_to_try
 from .tools.tuning import WORTH, tune
 

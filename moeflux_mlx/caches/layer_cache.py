@@ -167,10 +167,6 @@ class LayerCache(ABC, Generic[LayerPart]):
         """The state that `take_back` needs to return here within the same step."""
         return None
 
-    def row_bytes(self, itemsize: int) -> int:
-        """Bytes of the way back to a row of the last step, with entries of `itemsize` bytes."""
-        return 0
-
     @abstractmethod
     def go_back(self, position: int, kept: WayBack | None) -> None:
         """Goes back to an earlier position with its kept state `kept`."""

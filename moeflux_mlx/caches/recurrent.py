@@ -99,10 +99,6 @@ class RecurrentCache(Absorbed, LayerCache[Any]):
     def way_back(self) -> WayBack:
         return self.joined or tuple(self._arrays)
 
-    def row_bytes(self, itemsize: int) -> int:
-        """Bytes of the way back to a row of the last step: a whole state."""
-        return self.bytes_for(1, itemsize)
-
     def empty(self) -> bool:
         return self.joined is None and self._arrays[0] is None
 

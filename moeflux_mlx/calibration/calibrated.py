@@ -18,9 +18,9 @@ from ..packing import conversion as packing
 from ..packing.conversion import ConversionReport, ConvertSettings
 from ..packing.found_files import FoundFiles, checkpoint_digest
 from ..packing.layer_files import LayerFile
+from ..packing.matrix import Forms, Wanted
 from ..packing.plan import ConversionPlan, make_plan, read_args
 from ..packing.recipe import EXPERT_PARTS, Recipe
-from ..packing.wanted import Forms, Wanted
 from ..packing.writer import check_space
 from ..rounding.methods import FIT
 from ..spec import ModelArgs

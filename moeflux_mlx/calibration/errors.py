@@ -22,9 +22,8 @@ from ..ops.forms import unpacked_float32
 from ..packing.recipe import EXPERT_PARTS
 from ..quant import Quant
 from ..rounding.methods import FIT, rounded
-from .files import write_json
 from .layers import LayerRun, Report
-from .seen import SeenLayer, rows_at
+from .seen import SeenLayer, rows_at, write_json
 from .weights import CheckpointWeights, FloatExpert
 
 # The forms that are compared. Wider groups are of use where bits are few.

@@ -37,10 +37,8 @@ from ..ops.limits import within_limits
 from ..ops.observe import observing
 from ..ops.seen import HANDED, Chosen
 from ..packing.sources import WrittenTensor
-from .experts import OneByOne
-from .files import read_tensors, write_json, write_rows, write_tensors, writing
-from .seen import SeenLayer
-from .weights import LayerWeights
+from .seen import SeenLayer, read_tensors, write_json, write_rows, write_tensors, writing
+from .weights import LayerWeights, OneByOne
 
 EMBEDDING, LAST = "model.embed_tokens", ("model.norm", "model.hc_head")  # parts of a model outside of its layers
 RUN, LOCK = "run.json", "run.lock"

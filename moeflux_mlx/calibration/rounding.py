@@ -27,9 +27,8 @@ from ..packing.sources import MatrixSource
 from ..quant import INTEGER, Quant
 from ..rounding.gptq import TURNS, damped, gptq
 from ..rounding.methods import FIT
-from .files import read_tensors, write_tensors
 from .layers import LayerRun, Report
-from .seen import ExpertInputs, SeenLayer, Sums, moments, rows_of, sums, weighted
+from .seen import ExpertInputs, SeenLayer, Sums, moments, read_tensors, rows_of, sums, weighted, write_tensors
 from .weights import CheckpointWeights, FloatExpert, RoundedWeights
 
 GPTQ = "gptq"

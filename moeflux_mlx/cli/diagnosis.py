@@ -32,9 +32,16 @@ from ..ops.chips import M5_GENERATION, generation_of
 from ..ops.launch import MOST_THREADS
 from ..planning.machine import Figures, default_dtype, in_gb, machine_figures, used_memory
 from ..planning.settings import chip, physical_ram_bytes
-from ..tools.checkup import ASKED, check_operations, runs_on, thread_limits
+from ..tools.checkup import (
+    ASKED,
+    Built,
+    check_operations,
+    compiled_in_time,
+    programs_of_variants,
+    runs_on,
+    thread_limits,
+)
 from ..tools.demo_check import BOUND, NATS, measure_rates, open_demo, story_rows
-from ..tools.kernels import Built, compiled_in_time, programs_of_variants
 from .benchmarking import OURS, measured, own_steps
 from .benchmarking import table as table_of_speed
 from .known_models import Fit, Machine, known_models, machine_of
@@ -273,7 +280,7 @@ def disk_rate(folder: Path) -> float:
             for _ in range(count):
                 file.write(os.urandom(EXPERT.stride))  # drives and file systems may make little of zeros
             os.fsync(file.fileno())
-        return measure_disk(PackedExperts(layout, {0: path}))
+        return measure_disk(PackedExperts(layout, [path.parent]))
 
 
 def hub_folder() -> Path:

@@ -20,8 +20,8 @@ from ..opening.engine import Engine
 from ..opening.load_settings import LoadSettings
 from ..planning.budget import plan_memory
 from ..planning.forecast import Forecast, TokenWork, expected
-from ..planning.kv_bits import keeping
 from ..planning.machine import Figures, default_dtype, in_gb
+from ..planning.needs import keeping
 from ..spec import ModelArgs, variants
 from ..tools.checkup import product_rate
 from .planning import ASSUMED_DISK, memory_in_all

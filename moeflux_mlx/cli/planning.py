@@ -12,8 +12,8 @@ from ..experts.memory import page_aligned
 from ..experts.reader import ExpertReader
 from ..experts.reads import Read
 from ..experts.source import IoMode
+from ..formats.in_place import ExpertFiles
 from ..formats.page_cache import drop_files
-from ..formats.pieces import ExpertFiles
 from ..formats.record import ExpertLayout
 from ..planning.machine import Figures, in_gb, machine_figures
 from ..planning.memory_plan import MemoryPlan

@@ -12,8 +12,7 @@ from ..several.group import Exchange
 from ..several.joining import end_process, join
 from ..several.lead import Lead
 from ..several.ranks import Ranks
-from .fetching import local_model
-from .opening import open_optional
+from .opening import local_model, open_optional
 from .terminal import end_at_once, note
 
 

@@ -20,7 +20,7 @@ from ..installation import install_command
 from ..model.step import MAX_ROWS
 from ..opening.engine import Engine
 from ..packing.located import Located
-from ..planning.parallel import cache_room
+from ..planning.budget import cache_room
 from ..spec import ModelArgs
 from ..vision.vision import open_reader
 from .known_models import POSITIONS, forecast_of

@@ -21,8 +21,7 @@ from ..files import JsonDict
 from ..mixers.registry import untrimmable_bytes
 from ..model.decoder import Model
 from ..model.span import Span
-from ..state.fingerprint import Fingerprint
-from ..state.prompt_file import PromptHeader, load_prompt, save_prompt
+from ..state.prompt_file import Fingerprint, PromptHeader, load_prompt, save_prompt
 from ..state.prompt_store import PromptStore, restore_prefix
 from ..state.rewind import RewindPoints
 from ..text.boundaries import shared_length

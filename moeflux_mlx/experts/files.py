@@ -221,7 +221,7 @@ class OpenFiles:
         files: dict[Path, int] = {}
         try:
             for path in self._sizes:
-                files[path] = _open_file(path, direct)
+                files[path] = open_file(path, direct)
                 self._descriptors.append(files[path])
                 self._check(path, os.fstat(files[path]))
         except ExpertIOError:
@@ -260,7 +260,7 @@ def _rest(places: list[memoryview], done: int) -> list[memoryview]:
     return left
 
 
-def _open_file(path: os.PathLike[str], direct: bool) -> int:
+def open_file(path: os.PathLike[str], direct: bool) -> int:
     flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if direct else 0)
     fd = os.open(path, flags)
     if direct and sys.platform == "darwin":

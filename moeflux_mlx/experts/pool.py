@@ -16,12 +16,11 @@ import mlx.core as mx
 import numpy as np
 
 from ..formats.record import Key, Record
-from .host_tier import HostRecord
 from .places import AddressRange, Adopt, Buffers, Places
 from .ranking import Ranking
 from .reads import as_they_end
 from .record_table import RecordTable, Tables
-from .staging import NOWHERE, Slot, Staging
+from .staging import NOWHERE, HostRecord, Slot, Staging
 
 WORTH_GROWING = 16  # a pool grows by at least 1/16, so that it is not resized for each token
 

@@ -11,7 +11,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +18,7 @@ import numpy as np
 from ..errors import ExpertIOError
 from ..formats.tables import RowForm, TableFiles
 from ..ops.forms import DTYPES, unpacked_float32
+from .files import open_file
 from .source import CLOSED
 from .stamps import Stamps
 
@@ -58,7 +58,7 @@ class FileTable:
         self._paths, self._descriptors, self._stamps = files.paths, list[int](), Stamps()
         try:
             for path in self._paths:
-                self._descriptors.append(_opened(path))
+                self._descriptors.append(open_file(path, direct=False))
                 self._stamps.add(path, os.fstat(self._descriptors[-1]))
         except OSError as error:
             self.close()
@@ -213,15 +213,6 @@ def unpacked_rows(rows: np.ndarray, form: RowForm) -> mx.array:
         for part, (_, dtype) in zip(np.split(rows, ends, axis=1), form.parts, strict=True)
     ]
     return parts[0] if form.quant is None else unpacked_float32(form.quant, *parts)
-
-
-def _opened(path: Path) -> int:
-    """Opens a file for reads of single rows, without read-ahead."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    with contextlib.suppress(OSError):
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-    return descriptor
 
 
 def open_readers(tables: Mapping[int, TableFiles]) -> dict[int, FileTable]:

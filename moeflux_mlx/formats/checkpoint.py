@@ -8,10 +8,10 @@ a wrong place. Nothing here knows what a tensor is for.
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -40,6 +40,7 @@ NUMPY = {
     **{"BF16": "<u2", "F16": "<f2", "F32": "<f4", "U32": "<u4", "I32": "<i4", "I64": "<i8"},
 }
 FLOATS = ("F32", "BF16", "F16")
+InFile = TypeVar("InFile", bound=Any)  # a tensor in any container, whose attribute `file` is the path
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,8 @@ def safetensors_files(path: Path, shards_in: Sequence[Path] = ()) -> list[Path]:
     check_folders(shards_in)
     places = (path, *shards_in)
     present = {file.name for folder in places for file in folder.glob("*.safetensors")}
-    return [_find_shard(name, places) for name in shard_names(path, present)]
+    remedy = f"{INDEX} lists it: download the checkpoint again"
+    return [find_file(name, places, remedy) for name in shard_names(path, present)]
 
 
 def check_folders(shards_in: Sequence[Path]) -> None:
@@ -185,12 +187,17 @@ def check_folders(shards_in: Sequence[Path]) -> None:
             raise ModelFileError(f"{folder} is not a directory; --shards-in takes directories of safetensors files")
 
 
-def _find_shard(name: str, places: Sequence[Path]) -> Path:
+def find_file(name: str, places: Sequence[Path], remedy: str) -> Path:
+    """The file of this name in the first of the directories that has one.
+
+    Raises:
+        ModelFileError: none has; the message ends with `remedy`.
+    """
     for folder in places:
         if (folder / name).is_file():
             return folder / name
     others = f", nor is it in {', '.join(map(str, places[1:]))}" if len(places) > 1 else ""
-    raise ModelFileError(f"{places[0] / name} does not exist{others}; {INDEX} lists it: download the checkpoint again")
+    raise ModelFileError(f"{places[0] / name} does not exist{others}; {remedy}")
 
 
 def shard_names(path: Path, present: Iterable[str]) -> list[str]:
@@ -302,8 +309,13 @@ def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
 
 
-def merge_tensors(headers: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
+def merge_tensors(headers: Iterable[Mapping[str, InFile]]) -> dict[str, InFile]:
+    """The tensors of several files.
+
+    Raises:
+        ModelFileError: two files have one of the same name.
+    """
+    tensors: dict[str, InFile] = {}
     for header in headers:
         for name in header.keys() & tensors.keys():
             raise ModelFileError(f"tensor {name} is in {tensors[name].file} and in {header[name].file}")

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from ..errors import ModelFileError
 from ..files import that_ends
 from ..installation import install_command
+from .checkpoint import find_file, merge_tensors
 from .gguf_names import SPLIT_NAME, SUFFIX, models_in
 
 VERSIONS = (2, 3)
@@ -161,18 +162,9 @@ def open_gguf(path: Path, elsewhere: Sequence[Path] = ()) -> GgufFile:
     if not 1 <= int(match[2]) <= count:
         raise ModelFileError(f"{path}: the name is that of no part of {count}")
     names = [f"{match[1]}-{i:05d}-of-{match[3]}.gguf" for i in range(1, count + 1)]
-    return open_parts([_part(name, (path.parent, *elsewhere), f"{i + 1} of {count}") for i, name in enumerate(names)])
-
-
-def _part(name: str, places: Sequence[Path], which: str) -> Path:
-    """The path of one file of a split model."""
-    for folder in places:
-        if (folder / name).is_file():
-            return folder / name
-    others = f", nor is it in {', '.join(map(str, places[1:]))}" if len(places) > 1 else ""
-    raise ModelFileError(
-        f"{places[0] / name} does not exist{others}; it is part {which}: download it, or name its directory with "
-        "--shards-in"
+    places, remedy = (path.parent, *elsewhere), "download it, or name its directory with --shards-in"
+    return open_parts(
+        [find_file(name, places, f"it is part {i} of {count}: {remedy}") for i, name in enumerate(names, start=1)]
     )
 
 
@@ -194,7 +186,6 @@ def _alone(whole: GgufFile) -> GgufFile:
 
 def _joined(parts: list[GgufFile]) -> GgufFile:
     first = parts[0]
-    tensors: dict[str, Blocks] = {}
     usual = (1, 0) if len(parts) == 1 else (None, None)  # a whole file need not say so
     for number, part in enumerate(parts):
         stated = part.metadata.get("split.count") or usual[0], part.metadata.get("split.no", usual[1])
@@ -203,9 +194,7 @@ def _joined(parts: list[GgufFile]) -> GgufFile:
                 f"{part.files[0]} says that it is file {stated[1]} of {stated[0]}, counted from 0; its name says "
                 f"{number} of {len(parts)}"
             )
-        for name in part.tensors.keys() & tensors.keys():
-            raise ModelFileError(f"tensor {name} is in {tensors[name].file} and in {part.files[0]}")
-        tensors.update(part.tensors)
+    tensors = merge_tensors(part.tensors for part in parts)
     wanted = first.metadata.get("split.tensors.count", len(tensors) if len(parts) == 1 else None)
     if wanted != len(tensors):
         raise ModelFileError(f"{first.files[0]}: the files have {len(tensors)} tensors; the first says {wanted}")

@@ -1,6 +1,7 @@
 """Experts in place in a checkpoint's safetensors files: an expert is pieces of several tensors, at any offset. This
-module knows which bytes of which file belong to which field of a record. Finding tensors in a checkpoint is the task of
-`packing`, reading them that of the source of experts.
+module knows which bytes of which file belong to which field of a record, and finds scales and biases that are NaN or
+infinite: a single one would silently spoil every answer. Finding tensors in a checkpoint is the task of `packing`,
+reading them that of the source of experts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,9 +11,35 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import ModelFileError
-from .finite import not_finite
+from ..quant import GRID, MODES, NAN
+from .packed import PackedExperts
 from .pieces import FilePiece
-from .record import ExpertLayout
+from .record import ExpertLayout, Field, Record
+
+# Of a dtype, or of a kind of scale: the type of a value's bits, and those that are all set in NaN and infinity.
+EXPONENTS = {
+    "BF16": ("<u2", 0x7F80),
+    "F16": ("<u2", 0x7C00),
+    "F32": ("<u4", 0x7F800000),
+    **{scale: ("<u1", bits) for scale, bits in NAN.items()},
+}
+
+
+def not_finite(record: Record, rows: np.ndarray) -> tuple[int, Field] | None:
+    """The first row and field of `rows`, uint8 [n, at least the record's size], that hold NaN or infinity, if any."""
+    for projection in record.projections:
+        for field in (one for one in projection.fields[1:] if one.part != GRID):
+            is_nested = projection.quant.is_nested and field.dtype == "U8"
+            small = "F16" if is_nested else projection.quant.scale
+            kind, exponent = EXPONENTS[small if field.dtype == "U8" else field.dtype]
+            bits = rows[:, field.offset : field.end].view(kind)
+            if is_nested:
+                mode = MODES[projection.quant.mode]
+                bits = bits.reshape(len(rows), -1, mode.nested // 2)[..., : mode.header].reshape(len(rows), -1)
+            spoilt = (bits & exponent == exponent).any(axis=1)
+            if spoilt.any():
+                return int(spoilt.argmax()), field
+    return None
 
 
 class Spread(NamedTuple):
@@ -64,3 +91,6 @@ class InPlaceExperts:
                 f"{path}: {field.name} of {self.layout.named((layer, expert))} holds NaN or infinite values; "
                 "download it again"
             )
+
+
+ExpertFiles = PackedExperts | InPlaceExperts  # the files that hold one model's experts

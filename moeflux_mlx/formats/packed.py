@@ -26,66 +26,40 @@ def is_packed(path: Path) -> bool:
 
 
 class PackedExperts:
-    """The layer files of one model: `layout`, and the checked path of each MoE layer."""
-
-    def __init__(self, layout: ExpertLayout, paths: dict[int, Path]):
-        self.layout = layout
-        self.paths = paths
-
-    @property
-    def sizes(self) -> dict[Path, int]:
-        """Bytes of every file."""
-        return {path: self.layout.layer_bytes(layer) for layer, path in self.paths.items()}
-
-    def pieces(self, layer: int, expert: int) -> tuple[FilePiece, ...]:
-        """The expert's record, which is a single piece."""
-        return (FilePiece(self.paths[layer], self.layout.start(layer, expert), self.layout.records[layer].size, 0),)
-
-    @classmethod
-    def open(cls, model_path: str | Path, args: ModelArgs) -> "PackedExperts":
-        """Raises ModelFileError: a file is missing, has the wrong length, or layout.json disagrees."""
-        folder = Path(model_path) / FOLDER
-        layout_file = folder / LAYOUT
-        layout = from_json(read_json(layout_file), args, layout_file)
-        paths = {number: folder / layout.file_name(number) for number in layout.records}
-        for layer, path in paths.items():
-            check_length(path, layout.layer_bytes(layer))
-        return cls(layout, paths)
-
-
-class StripedExperts:
-    """The layer files of one model whose records lie in several directories by turns, so that each drive reads a part
-    of every layer.
+    """The layer files of one model. Records may lie in several directories by turns, so that each drive reads a part of
+    every layer.
 
     Args:
         folders: of n of them, number i has a file of each layer with the experts i, i + n, i + 2n, ...
     """
 
     def __init__(self, layout: ExpertLayout, folders: Sequence[Path]):
-        self.layout = layout
-        self.folders = tuple(folders)
+        self.layout, self.folders = layout, tuple(folders)
+        self._files = {i: [folder / layout.file_name(i) for folder in self.folders] for i in layout.records}
+
+    @property
+    def paths(self) -> dict[int, Path]:
+        """The first file of each layer, which is the only one if there is one directory."""
+        return {layer: files[0] for layer, files in self._files.items()}
 
     @property
     def sizes(self) -> dict[Path, int]:
         """Bytes of every file."""
+        count, stride = self.layout.count, {layer: record.stride for layer, record in self.layout.records.items()}
         return {
-            folder / self.layout.file_name(layer): record.stride * len(self.experts_in(number, layer))
-            for layer, record in self.layout.records.items()
-            for number, folder in enumerate(self.folders)
+            file: stride[layer] * len(range(number, count(layer), len(files)))
+            for layer, files in self._files.items()
+            for number, file in enumerate(files)
         }
-
-    def experts_in(self, number: int, layer: int) -> range:
-        """The experts of a layer whose records are in directory `number`."""
-        return range(number, self.layout.count(layer), len(self.folders))
 
     def pieces(self, layer: int, expert: int) -> tuple[FilePiece, ...]:
         """The expert's record, which is a single piece."""
         index, number = divmod(expert, len(self.folders))
-        path = self.folders[number] / self.layout.file_name(layer)
-        return (FilePiece(path, self.layout.start(layer, index), self.layout.records[layer].size, 0),)
+        start, size = self.layout.start(layer, index), self.layout.records[layer].size
+        return (FilePiece(self._files[layer][number], start, size, 0),)
 
 
-def open_packed(model_path: str | Path, args: ModelArgs) -> PackedExperts | StripedExperts:
+def open_packed(model_path: str | Path, args: ModelArgs) -> PackedExperts:
     """The experts of a packed model directory.
 
     Raises:
@@ -94,16 +68,15 @@ def open_packed(model_path: str | Path, args: ModelArgs) -> PackedExperts | Stri
     folder = Path(model_path) / FOLDER
     layout_file = folder / LAYOUT
     content = read_json(layout_file)
-    layout, also = from_json(content, args, layout_file), directories_of(content, layout_file)
-    if not also:
-        return PackedExperts.open(model_path, args)
-    for other in map(Path, also):
+    layout = from_json(content, args, layout_file)
+    also = [Path(other) for other in directories_of(content, layout_file)]
+    for other in also:
         if not other.is_dir():
             raise ModelFileError(
                 f"{other}, which has some of the experts, does not exist: connect its drive, or, if it is elsewhere "
                 f"now, change its path in {layout_file}"
             )
-    experts = StripedExperts(layout, [folder, *map(Path, also)])
+    experts = PackedExperts(layout, [folder, *also])
     for path, size in experts.sizes.items():
         check_length(path, size)
     return experts

@@ -4,12 +4,12 @@ The runs cover every piece exactly once. This module reads nothing. Work that is
 kept small.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from .record import BLOCK_BYTES, ExpertLayout
+from .record import BLOCK_BYTES
 
 GAP_BYTES = 64 << 10  # between two pieces: reading so much for nothing takes no longer than another read
 ALONE_BYTES = 256 << 10  # a piece that could be read to its place, and is smaller, is better read with its neighbours
@@ -33,20 +33,6 @@ class FilePiece(NamedTuple):
     def moved(self, distance: int) -> "FilePiece":
         """The same bytes, `distance` later in memory."""
         return self._replace(place=self.place + distance)
-
-
-class ExpertFiles(Protocol):
-    """The files that hold one model's experts."""
-
-    @property
-    def layout(self) -> ExpertLayout: ...
-
-    @property
-    def sizes(self) -> Mapping[Path, int]:
-        """Bytes of every file, as they were when it was opened."""
-
-    def pieces(self, layer: int, expert: int) -> tuple[FilePiece, ...]:
-        """The pieces of a record, which together cover its fields."""
 
 
 class Run(NamedTuple):

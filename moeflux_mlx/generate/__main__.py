@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import cast
 
-from ..cli.fetching import local_model
-from ..cli.opening import check_store, load_named, open_store
+from ..cli.opening import check_store, load_named, local_model, open_store
 from ..cli.options import (
     add_model_options,
     add_prompt_cache_options,
@@ -24,7 +23,7 @@ from ..driving.prompt import places_of, prompt_with_images, read_images
 from ..driving.session import AnswerOptions, Session
 from ..errors import RequestError
 from ..files import JsonDict
-from ..planning.awake import Awake
+from ..planning.wired import Awake
 from ..text.boundaries import Rendering
 from ..text.chat_template import with_places
 from ..text.tokenizer import TokenizerWrapper

@@ -12,11 +12,11 @@ import mlx.core as mx
 from ..driving.session import CHECKPOINT_BYTES, Session, SessionOptions
 from ..errors import warn
 from ..experts.keep_warm import keep_warm_of
-from ..experts.resident import ReadProgress
 from ..experts.routed import RoutedExperts
 from ..experts.routing import RoutedExpertsCall
 from ..experts.source import ExpertLoader
 from ..experts.tables import open_readers
+from ..experts.whole import ReadProgress
 from ..foreign import LOADING, with_parameters_of
 from ..kept.tiles import choose
 from ..kept.warm_start import begin_warm_start
@@ -30,25 +30,35 @@ from ..ops.tiles import CODE, Tiles
 from ..packing.located import Located
 from ..planning.budget import Planner
 from ..planning.expert_io import from_environment
-from ..planning.kv_bits import keeping
 from ..planning.machine import activation_bits, checked_dtype, machine_figures
 from ..planning.memory_plan import MemoryPlan
+from ..planning.needs import keeping
 from ..planning.settings import allow_open_files, configure_mlx
 from ..process import claim_process
 from ..spec import ModelArgs
-from ..state.fingerprint import Fingerprint
+from ..state.prompt_file import Fingerprint
 from ..text.tokenizer import TokenizerWrapper
 from ..vision.vision import NoVision, VisionFiles
-from .company import Agreed, Company, Leading
-from .expert_source import open_experts, wire_loaded
 from .heads import ChosenDrafts, choose_drafts, load_head
 from .kernel_cache import compiling
-from .load_settings import PREFETCH, LoadSettings
+from .load_settings import PREFETCH, Agreed, Company, Leading, LoadSettings
 from .random_weights import Shapes
 from .weights import ModelWeights, open_weights, with_best_pool
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+import weakref
+
+from ..experts.source import IoMode
+from ..experts.streamed import StreamedExperts
+from ..experts.whole import MappedExperts, ResidentExperts
+from ..formats.in_place import ExpertFiles, InPlaceExperts
+from ..formats.packed import PackedExperts
+from ..packing.in_place import GgufExperts
+from ..planning.breath import Breath
+from ..planning.needs import least_slots
+from ..planning.pressure import PACE, PACE_OF_METAL, PoolLimit, host_sources, sources
+from ..planning.wired import wire, wire_lasting
 
 NO_IMAGES = "images are off on several ranks; start one"
 Computing = Callable[[ExpertLoader], RoutedExpertsCall]
@@ -302,3 +312,67 @@ def load(settings: LoadSettings) -> tuple[Model, TokenizerWrapper]:
 def load_model(settings: LoadSettings) -> Model:
     """`load` without a tokenizer; `model.experts` is the `ExpertLoader`."""
     return open_with(settings).model
+
+
+def open_experts(
+    files: ExpertFiles, args: ModelArgs, plan: MemoryPlan, progress: ReadProgress | None = None
+) -> ExpertLoader:
+    """Opens the source that `plan` requires. If all that the GPU reads is to be wired, the limit is raised first."""
+    figures, wired = plan.figures, plan.demand.wired
+    release = wire(plan.wired or 0, figures.working_set or 0) if wired == "all" and figures.working_set else _nothing
+    try:
+        experts: ExpertLoader
+        if plan.mode is IoMode.MMAP:
+            assert isinstance(files, PackedExperts)  # other tables were refused
+            experts = MappedExperts(files, plan.decision)
+        elif plan.mode is IoMode.RESIDENT:
+            whole = files.check_scales if isinstance(files, InPlaceExperts) else None
+            blocks = files.arrange_all if isinstance(files, GgufExperts) else None
+            experts = ResidentExperts(files, plan.decision, check=whole, arrange=blocks, progress=progress)
+        else:
+            pace = PACE if plan.figures.working_set is None else PACE_OF_METAL
+            limit = PoolLimit(sources(plan.figures), plan.most, pace=pace)
+            host_limit = PoolLimit(host_sources(), plan.host) if plan.host else None
+            breath = Breath(args, files.layout, plan, limit)
+            experts = StreamedExperts(
+                files,
+                plan.decision,
+                cache_bytes=plan.pool,
+                most_bytes=plan.most,
+                allowance=breath,
+                prompt_check=breath.check_prompt,
+                limit=limit,
+                host_bytes=plan.host,
+                host_limit=host_limit,
+                least_slots=least_slots(args),
+                buffer_bytes=plan.figures.buffer,
+                check=files.check_record if isinstance(files, InPlaceExperts) else None,
+                arrange=files.arrange if isinstance(files, GgufExperts) else None,
+            )
+    except BaseException:
+        release()
+        raise
+    _at_end(experts, release)
+    return experts
+
+
+def wire_loaded(experts: ExpertLoader, plan: MemoryPlan) -> None:
+    """Wires a model that is loaded, with its whole pool, if what lasts is to be wired on Metal.
+
+    Raises:
+        ExpertIOError: Metal refuses memory without which the pool is too small.
+    """
+    if plan.demand.wired == "pool" and plan.figures.working_set is not None:
+        experts.take_memory()
+        _at_end(experts, wire_lasting(plan.figures.working_set))
+
+
+def _at_end(experts: ExpertLoader, release: Callable[[], None]) -> None:
+    """Calls `release` when the experts are closed or forgotten."""
+    forgotten = weakref.finalize(experts, release)
+    forgotten.atexit = False  # MLX's arrays are freed first
+    experts.at_close(forgotten)
+
+
+def _nothing() -> None:
+    """Nothing was wired."""

@@ -1,29 +1,78 @@
-"""How a model is loaded: all arguments of the public `load` in one value, with the settings that only trials need."""
+"""How a model is loaded: all arguments of the public `load` in one value, with the settings that only trials need; and
+the interfaces of the other processes that run the same model with this one, which know nothing of the transport.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import mlx.core as mx
 
+from ..driving.session import Session, SessionOptions
 from ..errors import RequestError, did_you_mean
 from ..experts.keep_warm import MODES as KEEP_WARM
+from ..experts.routing import RoutedExpertsCall
+from ..experts.source import ExpertLoader
 from ..experts.tables import KEPT_BYTES
 from ..kept.tiles import MODES as TILES
 from ..kept.warm_start import MODES as WARM_START
+from ..model.decoder import Model
 from ..model.tensors import layer_values
 from ..ops.backend import computes_natively
 from ..ops.expert_rows import refusal
 from ..ops.linear import dequantises
 from ..packing.located import Located
-from ..planning.memory_plan import Demand
+from ..planning.budget import Planner
+from ..planning.memory_plan import Demand, MemoryPlan
 from ..planning.wired import MODES as WIRED
 from ..spec import ModelArgs
+from ..text.tokenizer import TokenizerWrapper
 from ..vision.pixels import IMAGE_ROWS
 from ..vision.vision import NoVision, VisionFiles, checked_rows
-from .company import Company
 from .locate import locate
+from .weights import ModelWeights
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Agreed(Protocol):
+    """What the processes agreed on before loading a model, and the memory plan of this one."""
+
+    @property
+    def plan(self) -> MemoryPlan: ...
+
+    def experts(self, source: ExpertLoader, prefetch: str) -> RoutedExpertsCall:
+        """The object that computes routed experts in place of `RoutedExperts`."""
+
+    def loading(self, nbytes: int) -> AbstractContextManager[None]:
+        """A context manager in which a model of `nbytes` is loaded; at its end it waits for the other processes."""
+
+
+class Company(Protocol):
+    """All processes that run the model, including this one."""
+
+    def io_mode(self, asked: str, weights: ModelWeights) -> str:
+        """The I/O mode of this process if the user asked for `asked`."""
+
+    def meet(
+        self,
+        weights: ModelWeights,
+        planner: Planner,
+        dtype: mx.Dtype,
+        bits: int,
+    ) -> Agreed:
+        """Plans memory for this process's experts, from the planner for all, and checks that all processes agree."""
+
+
+class Leading(Protocol):
+    """The leading process, which makes the others repeat every step of its sessions."""
+
+    def session(self, model: Model, tokenizer: TokenizerWrapper, **options: "Unpack[SessionOptions]") -> Session:
+        """Starts a new text; `options` as for `Session`."""
+
 
 PREFETCH = {"auto": "lookahead", "off": "off"}
 MODES = {"prefetch": PREFETCH, "keep_warm": KEEP_WARM, "warm_start": WARM_START, "tiles": TILES, "wired": WIRED}

@@ -6,10 +6,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..experts.held import HeldExperts
 from ..experts.places import BUFFERS
 from ..experts.routing import Pieces, Routing
 from ..experts.values import ValuesOf
+from ..experts.whole import HeldExperts
 from ..formats.record import ExpertLayout, Record
 from ..kinds import Dense, FeedForward
 from ..ops import backend

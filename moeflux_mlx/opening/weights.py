@@ -9,12 +9,11 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..errors import RequestError
+from ..errors import ModelFileError, RequestError
 from ..files import user_path
-from ..formats.checkpoint import check_folders
-from ..formats.grids import check_grids
-from ..formats.packed import PackedExperts, StripedExperts, open_packed
-from ..formats.pieces import ExpertFiles
+from ..formats.checkpoint import check_folders, read_bytes
+from ..formats.in_place import ExpertFiles
+from ..formats.packed import PackedExperts, open_packed
 from ..formats.tables import TableFiles, open_tables
 from ..model.weights import read_resident
 from ..ops import native
@@ -23,8 +22,9 @@ from ..packing.located import Located, packing_command
 from ..packing.sources import read_all, shapes_of
 from ..planning.memory_plan import Demand
 from ..planning.pool_sizes import best_pool
+from ..quant import GRID
 from ..spec import ModelArgs
-from ..state.fingerprint import EXPERT_SAMPLES, RESIDENT_SAMPLES, Fingerprint, fingerprint_of
+from ..state.prompt_file import EXPERT_SAMPLES, RESIDENT_SAMPLES, Fingerprint, fingerprint_of
 from ..vision.vision import NoVision, VisionFiles, open_vision
 
 
@@ -59,7 +59,7 @@ class ModelWeights:
     @property
     def can_be_mapped(self) -> bool:
         """Whether each layer's experts are one file."""
-        return isinstance(self.experts, PackedExperts)
+        return isinstance(self.experts, PackedExperts) and len(self.experts.folders) == 1
 
     def vision(self, wanted: bool = True) -> VisionFiles | NoVision:
         """The image encoder, or the reason why there is none. `wanted`: whether the caller wants one.
@@ -84,16 +84,17 @@ class ModelWeights:
 
     def check_mode(self, expert_io: str) -> None:
         """Raises RequestError if the experts cannot be used in this mode."""
-        if isinstance(self.experts, StripedExperts) and expert_io == "mmap":
+        if expert_io != "mmap" or self.can_be_mapped:
+            return
+        if not self.in_place:
             raise RequestError(
                 f"expert_io mmap needs each layer in one file, and the experts of {self.path} are in several "
                 "directories; leave it at auto"
             )
-        if self.in_place and expert_io == "mmap":
-            raise RequestError(
-                f"expert_io mmap needs packed experts, and {self.path} is a checkpoint, which is used in place; "
-                f"leave it at auto, or run: {self.convert_command}"
-            )
+        raise RequestError(
+            f"expert_io mmap needs packed experts, and {self.path} is a checkpoint, which is used in place; "
+            f"leave it at auto, or run: {self.convert_command}"
+        )
 
     def fingerprint(self, dtype: mx.Dtype, bits: int = native.EXACT) -> Fingerprint:
         """The fingerprint that saved states of the model must match; as `fingerprint_of`.
@@ -121,11 +122,31 @@ def open_weights(located: Located, without_correction_bias: bool = False) -> Mod
         check_folders(located.shards_in)  # which a packed model does not read
         path, args = located.path, located.args
         experts = open_packed(path, args)
-        check_grids(experts)
+        _check_grids(experts)
         return ModelWeights(located, args, experts, read_resident(path), tables=open_tables(path, args))
     in_place = open_in_place(located, without_correction_bias)
     tables = {table.layer: table.in_place() for table in in_place.plan.tables}
     return ModelWeights(located, in_place.args, in_place.experts, shapes_of(in_place.plan.sources), in_place, tables)
+
+
+def _check_grids(experts: PackedExperts) -> None:
+    """Compares the tables of each form in the first and the last expert of each layer: kernels take that of one expert
+    for all.
+
+    Raises:
+        ModelFileError: two of one form differ, or a file cannot be read.
+    """
+    layout, known = experts.layout, dict[str, tuple[bytes, str]]()
+    for layer, record in layout.records.items():
+        fields = [(part.quant.mode, one) for part in record.projections for one in part.codes if one.part == GRID]
+        for expert in {0, layout.count(layer) - 1} if fields else ():
+            path, start, _, _ = experts.pieces(layer, expert)[0]
+            for mode, one in fields:
+                where = f"{one.name} of {layout.named((layer, expert))}"
+                grid = bytes(read_bytes(path, start + one.offset, one.size))
+                first, other = known.setdefault(mode, (grid, where))
+                if first != grid:
+                    raise ModelFileError(f"{path}: {where} is another table than {other}; convert the model again")
 
 
 def with_best_pool(demand: Demand, weights: ModelWeights) -> Demand:

@@ -26,6 +26,7 @@ from .gguf_tables import license_text
 from .in_place import open_in_place
 from .layer_files import layout_json
 from .located import Located, open_source
+from .matrix import Forms, Wanted
 from .mlx_layout import INDEX as MLX_INDEX
 from .plan import ConversionPlan, Outcome, make_plan, read_args
 from .resident import ResidentFile
@@ -33,7 +34,6 @@ from .shards import Meter, Scattering
 from .source_format import SourceFormat
 from .sources import Unit
 from .supply import Supply, find_supply
-from .wanted import Forms, Wanted
 from .writer import ByteProgress, Output, check_space, reserved, writing
 
 

@@ -5,17 +5,21 @@
 
 Everything that reads a model's small files finds them there; tensors are read from the files themselves. The directory
 is written anew whenever its GGUF is opened, and may be deleted at any time.
+
+The metadata name too few of the tokens that end an answer. llama.cpp finds ends by their texts too
+(`llama_vocab::impl::load`), and its converters rely on it. A template shows one more: what it writes behind an answer
+is what the model writes there.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, ModelFileError, TokenizerError
+from ..errors import ConfigError, ModelFileError, RequestError, TokenizerError
 from ..families.gguf import GgufFamily, Metadata, renamed_tensor
 from ..families.gguf_keys import SLOWED
 from ..families.registry import FAMILIES, GGUF
@@ -25,9 +29,9 @@ from ..formats.gguf_file import Blocks, GgufFile, gguf_file, open_gguf, open_par
 from ..formats.gguf_names import HEAD_ALONE, SUFFIX, heads_of
 from ..formats.hub import Repository, cached_snapshot, looks_like_repo
 from ..kinds.limits import WIDEST_HEAD
-from ..text.ends import all_ends
-from ..text.gguf_tokens import generation_file, template_of, tokenizer_files
-from ..text.tokenizer import VOCABULARY_FILES, load_tokenizer, stated_ends
+from ..text.channels import closes_messages
+from ..text.gguf_tokens import TAG, generation_file, template_of, tokenizer_files
+from ..text.tokenizer import VOCABULARY_FILES, TokenizerWrapper, load_tokenizer, stated_ends
 from .gguf_tensors import as_tensor, dequantized, joined
 
 KEY = "gguf"  # in config.json
@@ -239,3 +243,49 @@ def _small_files(whole: GgufFile, beside: Path, is_given: bool) -> Iterator[tupl
         raise ModelFileError(f"{beside} has no {' or '.join(VOCABULARY_FILES)}; --tokenizer takes a directory with one")
     else:
         yield from tokenizer_files(whole.metadata).items()
+
+
+# Texts of tokens that end an answer, a document, or a file of a repository.
+END_TEXTS = frozenset(
+    {
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
+        *("<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "<|observation|>", "<eos>"),
+        *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<turn|>", "<|tool_response>", "[e~[", "<｜end▁of▁sentence｜>"),
+        *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>"),
+        *("<REPO>", "<reponame>", "<|file_sep|>"),
+    }
+)
+OF_CONTROL = "</s>"  # an end only as a control token; elsewhere it is HTML
+ANSWER, NEXT = "\ue000", "\ue001"  # texts that no template has
+
+
+def all_ends(stated: Iterable[int], tokenizer: TokenizerWrapper) -> list[int]:
+    """Every token that ends an answer: those of `stated`, and those that the vocabulary and the template show.
+
+    What closes a message of an answer that has several is left out, also where it is stated.
+    """
+    tokens = _marks(tokenizer)
+    texts = {*END_TEXTS, *tokenizer.channels.ends, _closing(tokenizer, tokens)}
+    if tokens.get(OF_CONTROL) in tokenizer.vocabulary.special_ids:
+        texts.add(OF_CONTROL)
+    ends = dict.fromkeys((*stated, *sorted(tokens[text] for text in texts if text in tokens)))
+    inner = {tokens.get(text) for text in closes_messages(tokens.keys())}
+    return [end for end in ends if end not in inner]
+
+
+def _marks(tokenizer: TokenizerWrapper) -> dict[str, int]:
+    """The tokens that are no ordinary text."""
+    special = tokenizer.all_special_ids
+    return {token: i for token, i in tokenizer.get_vocab().items() if i in special or token in tokenizer.markers}
+
+
+def _closing(tokenizer: TokenizerWrapper, tokens: Mapping[str, int]) -> str | None:
+    """The token that the template writes behind an answer; None: no token, or the template fails."""
+    chat = [{"role": role, "content": text} for role, text in (("user", "?"), ("assistant", ANSWER), ("user", NEXT))]
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=False)
+    except (RequestError, TokenizerError):
+        return None
+    behind = str(text).rpartition(ANSWER)[2].partition(NEXT)[0].lstrip()
+    first = max((token for token in tokens if token and behind.startswith(token)), key=len, default=None)
+    return None if first is None or first == tokenizer.bos_token or TAG.fullmatch(first) else first

@@ -14,17 +14,16 @@ import numpy as np
 from ..errors import ModelFileError
 from ..files import read_json
 from ..formats.checkpoint import read_bytes
-from ..formats.finite import not_finite
+from ..formats.in_place import not_finite
 from ..formats.layout_file import from_json, to_json
 from ..formats.packed import FOLDER, LAYOUT, check_length
 from ..formats.record import ExpertLayout, Quants
 from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from .expert_parts import CheckpointExperts
-from .matrix import Rounding
+from .matrix import Rounding, Wanted
 from .resident import array_bytes
 from .sources import Bytes
-from .wanted import Wanted
 
 
 @dataclass(frozen=True)

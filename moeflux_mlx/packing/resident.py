@@ -29,11 +29,10 @@ from ..quant import DEFAULT, Quant
 from ..spec import ModelArgs
 from .gguf_tensors import has_blocks
 from .lookup import find_matrix
-from .matrix import Matrix, taken
+from .matrix import Matrix, Wanted, taken
 from .sanitize import has_zero_centred_norms, is_zero_centred, lack_their_one
 from .source_format import SourceFormat
 from .sources import Bytes, MatrixPieces, MatrixSource, PlainSource, Source, TableSource, WrittenTensor, ZeroSource
-from .wanted import Wanted
 
 SHARD_BYTES = 4 << 30
 INTEGERS = ("U32", "I32", "I64")  # dtypes that a table of ids may have

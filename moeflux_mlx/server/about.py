@@ -13,8 +13,8 @@ from ..planning.machine import used_memory
 from .embedder import Embedder
 from .served import Served
 from .wire import ollama
-from .wire.fields import parse
 from .wire.replies import error_headers, health
+from .wire.settings import parse
 
 
 def description(served: Served, name: str) -> JsonDict:
@@ -74,7 +74,7 @@ async def tell_health(served: Served, http: HttpRequest) -> Response:
 async def tell_metrics(served: Served, http: HttpRequest) -> Response:
     switch, totals = served.models, served.models.totals
     loaded = switch.loaded
-    running = loaded.worker.state.running if loaded else []
+    running = loaded.worker.running if loaded else []
     values: JsonDict = {
         "requests_total": {
             (("path", path), ("status", str(status))): n for (path, status), n in served.requests.items()

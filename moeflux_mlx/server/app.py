@@ -37,9 +37,9 @@ from .request import Failed, Finish, Request, ServerEvent
 from .served import Served, client_of, unless_gone
 from .wire import chat, completions, embeddings, messages, ollama
 from .wire.embeddings import EmbeddingRequest
-from .wire.fields import Body, parse
 from .wire.replies import Ids, Reply, error_body, error_headers, with_all_choices
 from .wire.responses import StoredResponses
+from .wire.settings import Body, parse
 
 
 class Wire(Protocol):
@@ -129,7 +129,7 @@ async def _answer(served: Served, http: HttpRequest, wire: Wire) -> Any:
         http.scope["state"][EVENTS] = events
 
         def over(choice: Choice) -> None:
-            loaded.preparer.remember(choice.job.prepared, choice.written())
+            loaded.preparer.answers.keep(choice.written())
 
         if asked.stream:
             return EventStream(events, partial(wire.stream, asked), over, held.pop_all(), served.keepalive)

@@ -130,6 +130,6 @@ class Loaded:
 
     @property
     def engine(self) -> Engine:
-        engine = self.worker.state.engine
+        engine = self.worker.engine
         assert engine is not None
         return engine

@@ -5,7 +5,7 @@ It renders and tokenises in any thread, and never uses the model. It refuses bad
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,11 +17,9 @@ from ..model.images import ImageReader
 from ..text.boundaries import Messages, Rendering
 from ..text.calls.dialect import Dialect
 from ..text.calls.registry import CALL_MARKERS
-from ..text.events import CallEnd
-from ..text.fill_in import fill_in
 from ..text.grammar import is_strict
 from ..text.history import History
-from ..text.replay import AnswerStore, GivenAnswer
+from ..text.replay import AnswerStore
 from ..text.structured import Constrainer, Mask, is_installed
 from ..text.switches import switches
 from ..text.tokenizer import TokenizerWrapper
@@ -32,6 +30,26 @@ from .guard import MAX_BODY
 from .image_pool import PixelBudget
 from .request import ImageParts, Request, Sampling
 from .wire.replies import context_exceeded
+
+# The marks before the first text, before the second one, and where the answer begins.
+MARKS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, Granite 4
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder's, which Granite 3 took over
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+)
+MISTRAL = "[PREFIX]", "[SUFFIX]"  # the text behind the gap comes first
+
+
+def fill_in(prefix: str, suffix: str, vocabulary: Container[str]) -> str | None:
+    """The prompt whose answer belongs between `prefix` and `suffix`; None if the vocabulary has no marks for it."""
+    for before, behind, answer in MARKS:
+        if all(mark in vocabulary for mark in (before, behind, answer)):
+            return f"{before}{prefix}{behind}{suffix}{answer}"
+    if all(mark in vocabulary for mark in MISTRAL):
+        return f"{MISTRAL[1]}{suffix}{MISTRAL[0]}{prefix}"
+    return None
+
 
 # If a text has more than this many characters per token of the context, it may be too long. It is then counted in
 # pieces, up to this multiple of the context: cutting within words increases the number of tokens, but less than
@@ -78,23 +96,6 @@ class PreparedRequest:
     mask: Callable[[], Mask] | None = None
     opened: str = ""
     dialect: Dialect | None = None
-
-
-@dataclass(frozen=True)
-class WrittenAnswer:
-    """An answer as the model wrote it.
-
-    Args:
-        ids: the ids that the client got for the calls.
-        calls: the complete calls.
-        text: the text that the client got.
-        raw: everything.
-    """
-
-    ids: tuple[str, ...]
-    calls: Sequence[CallEnd]
-    text: str
-    raw: str
 
 
 class Preparer:
@@ -250,12 +251,6 @@ class Preparer:
         with PIXELS.hold(sum(map(count_pixels, set(files.values())))):
             images = [self.vision.image(files[source]) for source in sources]
         return with_images(tokens, images, self.vision.token)
-
-    def remember(self, prepared: PreparedRequest, answer: WrittenAnswer) -> None:
-        """Keeps the exact text of an answer with calls, for a later request that repeats it in its history."""
-        if answer.ids:
-            calls = tuple((call.name, call.arguments) for call in answer.calls)
-            self.answers.keep(GivenAnswer(answer.ids, calls, answer.text, answer.raw, prepared.opened))
 
     def _mask(self, request: Request, inside_reasoning: bool, opening: str, begun: str) -> Callable[[], Mask] | None:
         """The mask of allowed tokens if the request requires a form; `begun` is the beginning of the answer."""

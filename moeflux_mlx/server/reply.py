@@ -10,9 +10,10 @@ from typing import TypeVar
 from starlette.types import Receive, Scope, Send
 
 from ..text.events import CallEnd, Text
+from ..text.replay import GivenAnswer
 from .admission import Place
 from .listen import FILLER
-from .prepare import PreparedRequest, WrittenAnswer
+from .prepare import PreparedRequest
 from .request import Failed, Finish, ServerEvent, summed
 from .running import Job, SharedPrompt
 from .wire.replies import Ids, Reply
@@ -43,10 +44,11 @@ class Choice:
         self._calls += [event] if isinstance(event, CallEnd) else []
         self._text += [event.text] if isinstance(event, Text) else []
 
-    def written(self) -> WrittenAnswer:
+    def written(self) -> GivenAnswer:
         """The answer as the model wrote it, available after the last event."""
         named = tuple(self.ids.calls[call.index] for call in self._calls if call.index in self.ids.calls)
-        return WrittenAnswer(named, self._calls, "".join(self._text), self.job.raw)
+        calls = tuple((call.name, call.arguments) for call in self._calls)
+        return GivenAnswer(named, calls, "".join(self._text), self.job.raw, self.job.prepared.opened)
 
 
 class Events:

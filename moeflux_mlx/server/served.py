@@ -22,7 +22,7 @@ from .prepare import PreparedRequest, Preparer
 from .reply import KEEPALIVE, until_gone
 from .request import Request
 from .switch import ModelSwitch
-from .wire.fields import Body, parse
+from .wire.settings import Body, parse
 
 T = TypeVar("T")
 LARGE_BODY = 4 << 20  # bytes; larger bodies are parsed one after the other, because parsed JSON needs more memory

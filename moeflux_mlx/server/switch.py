@@ -97,7 +97,7 @@ class ModelSwitch:
     def is_computing(self) -> bool:
         """Whether requests of the loaded model run."""
         loaded = self.loaded  # the embedding model's thread asks, too
-        return loaded is not None and bool(loaded.worker.state.running)
+        return loaded is not None and bool(loaded.worker.running)
 
     @property
     def queue(self) -> int:
@@ -110,7 +110,7 @@ class ModelSwitch:
         """
         if self.loaded is not None and self.loaded.choice.name == name:
             worker = self.loaded.worker
-            return {"value": "loaded", "running": len(worker.state.running), "waiting": worker.queue}
+            return {"value": "loaded", "running": len(worker.running), "waiting": worker.queue}
         if self.loading is not None and self.loading.name == name:
             return {"value": "loading"}
         failure = self.failures.get(name)
@@ -313,7 +313,7 @@ class ModelSwitch:
         self._worker = worker
         self._thread.run(worker.main)
         await begun.wait()
-        self.error, engine = worker.state.error, worker.state.engine
+        self.error, engine = worker.error, worker.engine
         if engine is None or self._stopping:
             return None
         self.descriptions[choice.name] = made[0]

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -21,8 +21,7 @@ from ..experts.stats import Asked
 from ..model.step import MAX_ROWS
 from ..opening.engine import Engine
 from ..ops.interrupt import stay
-from ..planning.awake import Awake
-from ..planning.wired import rest, wake
+from ..planning.wired import Awake, rest, wake
 from .admission import Admission
 from .live import Watch
 from .running import CANCELLED, Job, Running, Totals
@@ -63,25 +62,6 @@ class Idle:
         self._since = None
         self._awake.__enter__()
         wake()
-
-
-@dataclass
-class WorkerState:
-    """The worker's state, which other threads may read at any time.
-
-    Args:
-        engine: the engine while it is loaded.
-        error: why it could not be loaded.
-        running: the running requests in the order in which they began.
-    """
-
-    engine: Engine | None = None
-    error: BaseException | None = None
-    running: list[Running] = field(default_factory=list)
-
-    @property
-    def ready(self) -> bool:
-        return self.engine is not None
 
 
 class TurnPace:
@@ -125,6 +105,8 @@ class Worker:
     describe: called there with the engine while the model is being loaded.
 
     Attributes:
+        engine: while it is loaded; `error` is why it could not be. Other threads may read these and `running`.
+        running: the running requests in the order in which they began.
         sessions, admission: those of the loaded engine, None without one.
     """
 
@@ -142,7 +124,10 @@ class Worker:
     ):
         self._load, self._make_sessions, self._make_admission = load, make_sessions, make_admission
         self._on_ready, self._on_end, self._describe = on_ready, on_end, describe
-        self.state, self.totals, self.watch = WorkerState(), totals, watch
+        self.engine: Engine | None = None
+        self.error: BaseException | None = None
+        self.running: list[Running] = []
+        self.totals, self.watch = totals, watch
         self._pace = TurnPace(decode_share, totals)
         self._jobs: list[Job] = []
         self._idle = Idle()
@@ -158,7 +143,7 @@ class Worker:
         """Begins to end all work; waiting jobs are told that they are cancelled."""
         with self._wake:
             self._stopping = True
-            waiting, running = list(self._jobs), list(self.state.running)
+            waiting, running = list(self._jobs), list(self.running)
             self._jobs.clear()
             self._wake.notify_all()
         for job in waiting:
@@ -197,7 +182,7 @@ class Worker:
         try:
             self._run()
         finally:
-            self.sessions = self.state.engine = None
+            self.sessions = self.engine = None
             gc.collect()  # a model and its experts refer to each other
             mx.clear_cache()
             self._on_end()
@@ -207,9 +192,9 @@ class Worker:
             engine = self._opened()
         except BaseException as error:  # every end must reach those who wait for the model
             _forget_locals(error)
-            self.state.error = error
+            self.error = error
         self._on_ready()
-        if self.state.error is not None:
+        if self.error is not None:
             return
         try:
             while self._has_work():
@@ -227,7 +212,7 @@ class Worker:
             engine.experts.close()
             raise
         engine.experts.counts_rows = True
-        self.state.engine = engine
+        self.engine = engine
         return engine
 
     def _has_work(self) -> bool:
@@ -235,18 +220,18 @@ class Worker:
         end.
         """
         with self._wake:
-            while not (self.state.running or self._jobs or self._stopping):
+            while not (self.running or self._jobs or self._stopping):
                 self._wake.wait(self._idle.patience(self.watch.patience))
                 if not self._jobs:
                     self.look()
                     self._idle.look()
         self._idle.end()
         self._admit()
-        return bool(self.state.running)
+        return bool(self.running)
 
     def _admit(self) -> None:
         """Begins all jobs that may run."""
-        engine, sessions, admission, running = self.state.engine, self.sessions, self.admission, self.state.running
+        engine, sessions, admission, running = self.engine, self.sessions, self.admission, self.running
         assert engine is not None and sessions is not None and admission is not None
         while not self._stopping and (job := self._taken(admission)) is not None:
             if not running:
@@ -257,7 +242,7 @@ class Worker:
 
     def _taken(self, admission: Admission) -> Job | None:
         with self._wake:
-            job = admission.choose(self._jobs, self.state.running)
+            job = admission.choose(self._jobs, self.running)
             if job is not None:
                 self._jobs.remove(job)
                 job.on_begin()
@@ -277,7 +262,7 @@ class Worker:
             self._computed.asked += Asked(counts.hits, counts.misses, counts.bytes_read)
         else:
             self._pace.stepped(seconds)
-        of = {one.answer: one for one in self.state.running}
+        of = {one.answer: one for one in self.running}
         for event in events:
             of[event.text].take(event)
         self._forget_over()
@@ -307,7 +292,7 @@ class Worker:
         """The prompt to go on with: the one that was computed last, unless it is over or another one overtakes it. One
         that begins like a prompt in progress waits until it can begin behind what they share.
         """
-        prompts, last = [one for one in self.state.running if one.in_prompt and not one.is_over], self._prompt
+        prompts, last = [one for one in self.running if one.in_prompt and not one.is_over], self._prompt
         begun = [one for one in prompts if one.answer is not None]
         for one in prompts:
             one.follow(begun)
@@ -321,7 +306,7 @@ class Worker:
     def _may_step(self, answering: Sequence[Running]) -> Sequence[Answer]:
         """The answers whose next token has room."""
         assert self.admission is not None
-        taking = self.admission.may_step(answering, self.state.running)[:MAX_ROWS]
+        taking = self.admission.may_step(answering, self.running)[:MAX_ROWS]
         for one in answering:
             if one not in taking and one.answer is not None and one.answer.decoding is not None:
                 one.answer.decoding.separate()
@@ -329,21 +314,21 @@ class Worker:
         return [one.answer for one in taking if one.answer is not None]
 
     def _answering(self) -> list[Running]:
-        return [one for one in self.state.running if not one.in_prompt and not one.is_over]
+        return [one for one in self.running if not one.in_prompt and not one.is_over]
 
     def _end_cancelled(self) -> None:
-        for one in self.state.running:
+        for one in self.running:
             if one.job.cancelled.is_set():
                 one.cancel()
         self._forget_over()
 
     def _forget_over(self) -> None:
-        self.state.running[:] = [one for one in self.state.running if not one.is_over]
+        self.running[:] = [one for one in self.running if not one.is_over]
 
     def look(self) -> None:
         """Shows what is done; called between any two parts of the work."""
-        if self.state.engine is not None:
-            self.watch.look(self.state.engine, self.state.running, self.queue, self.totals)
+        if self.engine is not None:
+            self.watch.look(self.engine, self.running, self.queue, self.totals)
 
 
 def _forget_locals(error: BaseException) -> None:

@@ -21,8 +21,7 @@ from ..state.prompt_store import Candidate
 from ..state.snapshot import Stateful, load_state
 from ..text.boundaries import shared_length
 from ..text.tokenizer import TokenizerWrapper
-from .group import Exchange
-from .orders import Order, ReceivedOrder, receive_order
+from .group import Exchange, Order, ReceivedOrder, receive_order
 
 
 class Elsewhere:

@@ -24,12 +24,10 @@ from ..errors import PromptCacheError, RankError, RankStopped
 from ..experts.routing import finished
 from ..files import JsonDict
 from ..model.decoder import Model
-from ..state.fingerprint import Fingerprint
-from ..state.prompt_file import PromptHeader, read_prompt_header
+from ..state.prompt_file import Fingerprint, PromptHeader, read_prompt_header
 from ..state.snapshot import save_state
 from ..text.tokenizer import TokenizerWrapper
-from .group import Exchange
-from .orders import Order, send_order
+from .group import Exchange, Order, send_order
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -22,8 +22,7 @@ from ..caches.layer_cache import LayerCache
 from ..errors import PromptCacheError
 from ..files import user_path
 from ..text.boundaries import shared_length
-from .fingerprint import Fingerprint
-from .prompt_file import TEMPORARY, VERSION, load_prompt, prompt_file_size, read_prompt_header, save_prompt
+from .prompt_file import TEMPORARY, VERSION, Fingerprint, load_prompt, prompt_file_size, read_prompt_header, save_prompt
 from .rewind import RewindPoints
 from .snapshot import Stateful
 

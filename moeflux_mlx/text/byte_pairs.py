@@ -33,6 +33,10 @@ class BytePairVocabulary:
     Args:
         tokenizer: as `open_tokenizer_json`, `open_tiktoken` or `open_tekken` gives it.
         special_tokens: those that the file names itself, such as {"bos_token": "<s>"}.
+
+    Attributes:
+        trim: how many leading spaces a decoded text loses: 0, 1 or inf.
+        markers: tokens that are found in text as they are written, such as "<|im_end|>".
     """
 
     trim: float = 0
@@ -50,6 +54,7 @@ class BytePairVocabulary:
         self.markers = frozenset(token.content for token in added.values() if token.content.strip(f"{SPACE} \t\n"))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of the text, with what the file's own post-processor adds if asked."""
         if len(text) < LONG_TEXT:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         # `encode` holds the GIL until it is done; encoding a batch does not.
@@ -57,21 +62,26 @@ class BytePairVocabulary:
         return encoded.ids
 
     def encode_after(self, text: str) -> list[int]:
+        """Token ids of text that other text stands before, so that it begins with no space of its own."""
         return self.encode(text, False)
 
     def get_vocab(self) -> dict[str, int]:
+        """Token -> id, added tokens included."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def token_to_id(self, token: str) -> int | None:
+        """Id of exactly this token, None where there is none."""
         return self._tokenizer.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes, perhaps part of a character, that a token stands for; b"" for an unknown id."""
         if token_id in self._added:
             return self._added[token_id]
         token = self._tokenizer.id_to_token(token_id)
         return b"" if token is None else self._spelt(token)
 
     def is_spaced(self, token_id: int) -> bool:
+        """Whether the token begins with a space that `trim` may take."""
         return False
 
 

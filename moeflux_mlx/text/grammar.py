@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..errors import RequestError
 from ..files import JsonDict, JsonObject, JsonValue
-from .calls.dialect import Dialect
+from .calls.dialect import Dialect, Tags
 from .calls.schema import COMPOSED, STRING, Schema, allowed_types, is_map, members, referred, types, variants
 from .calls.schema_rules import (
     MAX_TEXT,
@@ -25,7 +25,6 @@ from .calls.schema_rules import (
     quoted,
     too_large,
 )
-from .calls.tags import Tags
 from .calls.typed import CONTAINERS
 
 Tools = Sequence[JsonObject]

@@ -13,7 +13,7 @@ SPACE = "\u2581"  # how sentencepiece writes a space
 
 
 class SentencePieceVocabulary:
-    """`tokenizer.model`, read by sentencepiece.
+    """`tokenizer.model`, read by sentencepiece, with the attributes and methods of `BytePairVocabulary`.
 
     User-defined symbols are found in text; control pieces such as `<s>` are not, so a chat template needs its
     markers to be user-defined symbols.

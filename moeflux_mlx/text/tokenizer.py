@@ -18,7 +18,8 @@ from .channels import channels_of
 from .chat_template import ChatTemplate, find_templates
 from .pieces import SentencePieceVocabulary
 from .tiktoken import TEKKEN_NAMES, open_tekken, open_tiktoken
-from .vocabulary import Vocabulary
+
+Vocabulary = BytePairVocabulary | SentencePieceVocabulary  # the file; `TokenizerWrapper` adds what other files say
 
 
 class StreamingDetokenizer:

@@ -39,7 +39,7 @@ from moeflux_mlx.driving.prefill import Prefill
 from moeflux_mlx.driving.sampling import greedy
 from moeflux_mlx.experts.routing import finished
 from moeflux_mlx.files import read_json
-from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.formats.packed import open_packed
 from moeflux_mlx.formats.record import PROJECTIONS
 from moeflux_mlx.layers import Weight
 from moeflux_mlx.model.decoder import Model
@@ -109,7 +109,7 @@ def parameters(ours: Model):
 
 def experts(path: Path, ours: Model):
     """Returns stacks of all experts of a layer, copied from the packed records."""
-    packed = PackedExperts.open(path, ours.args)
+    packed = open_packed(path, ours.args)
     layout = packed.layout
     for layer in tqdm(layout.moe_layers, unit="layer", desc="copying experts for mlx-lm"):
         blocks = np.memmap(packed.paths[layer], np.uint8, "r").reshape(layout.num_experts, -1)

@@ -35,10 +35,9 @@ from make_random_model import config_of
 from mlx.utils import tree_flatten, tree_unflatten
 
 from moeflux_mlx.driving.generation import generate_step
-from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.tables import open_readers
-from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.experts.whole import HeldExperts
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.formats.tables import FileRows, RowForm, TableFiles
 from moeflux_mlx.kept.tiles import choose
@@ -64,11 +63,11 @@ TABLE_QUANT = Quant(4, 32)  # its rows have 160 values
 QUIET = ("Broadcast", "ExpandDims", "Squeeze", "Reshape", "Slice", "Split", "Transpose", "View", "Flatten", "Unflatten")
 
 
-class RandomExperts(MappedExperts):
+class RandomExperts(HeldExperts):
     """Random experts that were never on a disk, all in memory."""
 
     def __init__(self, layout: ExpertLayout):
-        super().__init__(PackedExperts(layout, {}))
+        super().__init__(layout, {})
         for layer, record in layout.records.items():
             blob = random_records(record, layout.count(layer)).blob
             mx.eval(blob)

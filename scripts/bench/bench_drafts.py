@@ -44,9 +44,9 @@ from moeflux_mlx.driving import decoding
 from moeflux_mlx.driving import drafts as drafts_module
 from moeflux_mlx.driving.drafts import HeadDrafts
 from moeflux_mlx.driving.generation import generate_step
-from moeflux_mlx.experts.held import HeldExperts
 from moeflux_mlx.experts.memory import page_aligned
 from moeflux_mlx.experts.routed import RoutedExperts
+from moeflux_mlx.experts.whole import HeldExperts
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.kept.tiles import choose
 from moeflux_mlx.model.decoder import Model
@@ -54,8 +54,8 @@ from moeflux_mlx.model.drafting import Drafting
 from moeflux_mlx.model.head import DraftHead
 from moeflux_mlx.model.step import SequenceRows, Step
 from moeflux_mlx.model.tensors import needed, stored_as
+from moeflux_mlx.opening.heads import RESIDENT
 from moeflux_mlx.opening.random_weights import Shapes, random_records, randomise
-from moeflux_mlx.packing.heads import RESIDENT
 from moeflux_mlx.planning.settings import configure_mlx
 from moeflux_mlx.spec import ModelArgs
 

@@ -35,7 +35,7 @@ from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.errors import MoefluxError
 from moeflux_mlx.experts.source import ExpertLoader, IoMode, Lease
 from moeflux_mlx.files import read_json
-from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.formats.packed import open_packed
 from moeflux_mlx.formats.record import Key
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.opening.engine import Engine, open_engine
@@ -210,7 +210,7 @@ class Drive:
     """The bare rate of the drive that holds a model."""
 
     def __init__(self, path: Path):
-        self.packed = PackedExperts.open(path, ModelArgs.from_file(path))
+        self.packed = open_packed(path, ModelArgs.from_file(path))
         layout = self.packed.layout
         self.blocks = [(layer, expert) for layer in layout.moe_layers for expert in range(layout.num_experts)]
         os.sync()  # a model that was just written may still be on its way to the drive

@@ -53,9 +53,9 @@ from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.driving.sampling import make_sampler
 from moeflux_mlx.errors import MoefluxError
 from moeflux_mlx.experts.memory import page_aligned
-from moeflux_mlx.experts.resident import ResidentExperts
 from moeflux_mlx.experts.streamed import StreamedExperts
-from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.experts.whole import ResidentExperts
+from moeflux_mlx.formats.packed import PackedExperts, open_packed
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.opening.engine import Engine, open_engine
 from moeflux_mlx.opening.weights import open_weights
@@ -227,15 +227,15 @@ def write_experts(folder: Path, options: argparse.Namespace) -> PackedExperts:
     full = ExpertLayout.from_args(ModelArgs.from_variant(options.variant))
     layout = ExpertLayout(dict.fromkeys((0, 1), full.record), options.experts, 2)
     block = os.urandom(layout.record.stride)
-    paths = {layer: folder / layout.file_name(layer) for layer in layout.moe_layers}
-    for path in paths.values():
+    packed = PackedExperts(layout, [folder])
+    for path in packed.paths.values():
         with open(path, "wb") as file:
             for _ in range(layout.num_experts):
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return PackedExperts(layout, paths)
+    return packed
 
 
 def shuffled(layout: ExpertLayout) -> list[tuple[int, int]]:
@@ -719,7 +719,7 @@ def parts_of(engine: Engine, tokens: int) -> dict[str, float]:
 
 def run_drive(options: argparse.Namespace) -> dict:
     """Measures the bytes per second of bare parallel reads of whole experts."""
-    return {"speed": measure_disk(PackedExperts.open(options.model, ModelArgs.from_file(options.model)))}
+    return {"speed": measure_disk(open_packed(options.model, ModelArgs.from_file(options.model)))}
 
 
 def keep_busy(model: Path, seed: int, stop: threading.Event) -> None:

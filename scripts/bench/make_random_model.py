@@ -41,15 +41,15 @@ from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.files import directory, existing_parent, read_json
 from moeflux_mlx.formats.checkpoint import ITEM_BYTES, Tensor, read_bytes, read_header
 from moeflux_mlx.formats.layout_file import to_json
-from moeflux_mlx.formats.packed import FOLDER, PackedExperts
+from moeflux_mlx.formats.packed import FOLDER, PackedExperts, open_packed
 from moeflux_mlx.formats.record import BIAS, VALUES, ExpertLayout, Field, Record, set_path
 from moeflux_mlx.formats.tables import NAME, NARROW, STEM, TOKEN_MAP, RowForm
 from moeflux_mlx.formats.tables import PATTERN as TABLES
 from moeflux_mlx.kinds import NGrams, Router
 from moeflux_mlx.model.tensors import TABLE, needed, stored_as, variant_bytes
 from moeflux_mlx.opening.random_weights import random_records
+from moeflux_mlx.packing.plan import SMALL_GROUP
 from moeflux_mlx.packing.recipe import DEFAULT_PART, Recipe
-from moeflux_mlx.packing.tables import SMALL_GROUP
 from moeflux_mlx.quant import DEFAULT, GGUF_MODES, GRID, MODES, Quant, of_mode
 from moeflux_mlx.spec import ModelArgs, variants
 
@@ -385,7 +385,7 @@ def checkpoint_tensors(packed: Path, args: ModelArgs) -> Iterator[tuple[str, Sha
     renames = FAMILIES[args.model_type].renames_of(args.layers)
     for tensor in read_header(packed / "resident.safetensors").values():
         yield published(tensor.name, args, renames), (tensor.dtype, tensor.shape), partial(stored, tensor)
-    opened = PackedExperts.open(packed, args)
+    opened = open_packed(packed, args)
     for layer, record in opened.layout.records.items():
         for field in record.fields:
             shape = field.dtype, (opened.layout.count(layer), *field.shape)

@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from moeflux_mlx.files import directory
-from moeflux_mlx.formats.packed import FOLDER, PackedExperts
+from moeflux_mlx.formats.packed import FOLDER, open_packed
 from moeflux_mlx.formats.record import PROJECTIONS, Field
 from moeflux_mlx.quant import AFFINE_BITS, MLX_MODES, Quant, unquantized
 from moeflux_mlx.spec import ModelArgs
@@ -65,7 +65,7 @@ def resident_floats(drawn: bool) -> dict[str, mx.array]:
 
 def expert_floats(drawn: bool) -> dict[str, mx.array]:
     """Returns the routed experts under MLX's names, [E, rows, columns] in float32."""
-    experts, floats_by_name = PackedExperts.open(DEMO, ModelArgs.from_file(DEMO)), {}
+    experts, floats_by_name = open_packed(DEMO, ModelArgs.from_file(DEMO)), {}
     for layer, path in experts.paths.items():
         record = experts.layout.records[layer]
         rows = np.fromfile(path, np.uint8).reshape(-1, record.stride)
@@ -114,7 +114,7 @@ def main() -> None:
             moeflux("convert", "--hf-path", folder / "floats", "--mlx-path", model, *options)
             command = ["evaluate", "--model", model, "--against", DEMO, "--text", folder / "stories.txt"]
             figures = json.loads(moeflux(*command).splitlines()[-1])
-            size = PackedExperts.open(model, ModelArgs.from_file(model)).layout.record.size
+            size = open_packed(model, ModelArgs.from_file(model)).layout.record.size
             print(f"| {width} | {' | '.join(str(figures[column]) for column in COLUMNS)} | {size} |", flush=True)
         print(f"\n{figures['tokens']} tokens in windows of {figures['window']}; the shipped model: ", end="")
         print(f"{figures['perplexity_against']}")

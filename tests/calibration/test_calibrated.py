@@ -30,9 +30,9 @@ from moeflux_mlx.formats.checkpoint import open_checkpoint
 from moeflux_mlx.formats.packed import open_packed
 from moeflux_mlx.packing.conversion import ConvertSettings, convert
 from moeflux_mlx.packing.located import Located
+from moeflux_mlx.packing.matrix import Forms, Wanted
 from moeflux_mlx.packing.plan import make_plan, read_args
 from moeflux_mlx.packing.recipe import Recipe, read_recipe
-from moeflux_mlx.packing.wanted import Forms, Wanted
 from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs
 

@@ -8,10 +8,9 @@ import pytest
 from tiny_models import tiny_directory, tiny_model, write_tokenizer
 
 from moeflux_mlx.calibration.calibrated import Calibration, convert_calibrated, read_texts
-from moeflux_mlx.calibration.experts import OneByOne
 from moeflux_mlx.calibration.layers import LayerRun
 from moeflux_mlx.calibration.seen import SeenLayer
-from moeflux_mlx.calibration.weights import open_layers
+from moeflux_mlx.calibration.weights import OneByOne, open_layers
 from moeflux_mlx.experts.routing import Routing
 from moeflux_mlx.layers import Weight
 from moeflux_mlx.packing.conversion import ConvertSettings
@@ -68,7 +67,7 @@ def test_rows_of_experts_are_those_that_chose_them(tmp_path):
 @pytest.mark.parametrize("products", [True, False])
 @pytest.mark.parametrize("at_once", [4, 1 << 14])
 def test_experts_one_by_one_are_those_of_numpy(monkeypatch, at_once, products):
-    monkeypatch.setattr("moeflux_mlx.calibration.experts.ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr("moeflux_mlx.calibration.weights.ROWS_AT_ONCE", at_once)
     weights = open_layers(Located(tiny_directory("qwen3_moe", "hub")))
     model = tiny_model("qwen3_moe", mx.float32, "hub")
     seen = SeenLayer(1, model.layers[1], products)

@@ -15,12 +15,12 @@ from small_hub import SmallHub, connected
 from tiny_models import child_environment, tiny_directory, write_tokenizer
 
 from moeflux_mlx import load, load_model
-from moeflux_mlx.cli import fetching
+from moeflux_mlx.cli import opening
 from moeflux_mlx.convert import main as convert
 from moeflux_mlx.errors import ModelFileError, NotPackedError, RequestError
 from moeflux_mlx.formats.checkpoint import COPIED
 from moeflux_mlx.formats.hub import Repository
-from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.formats.packed import open_packed
 from moeflux_mlx.generate.__main__ import main as generate
 from moeflux_mlx.model.tensors import resident_bytes
 from moeflux_mlx.model.weights import read_resident
@@ -94,7 +94,7 @@ def test_a_full_disk_is_found_before_the_download(packed, capfd, free_disk):
 
 
 def test_a_large_download_needs_a_yes(packed, monkeypatch, capfd):
-    monkeypatch.setattr(fetching, "ASKED_FROM", 1000)
+    monkeypatch.setattr(opening, "ASKED_FROM", 1000)
     assert generate(RUN) == 1
     assert "GB of org/model will be downloaded; there is no terminal to ask on: add --yes" in capfd.readouterr().err
     assert not weights(packed)
@@ -104,9 +104,9 @@ def test_a_large_download_needs_a_yes(packed, monkeypatch, capfd):
 ASKED = """
 import sys
 from pathlib import Path
-from moeflux_mlx.cli import fetching
+from moeflux_mlx.cli import opening
 from moeflux_mlx.generate.__main__ import main
-fetching.ASKED_FROM = 1000
+opening.ASKED_FROM = 1000
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -136,7 +136,7 @@ def test_a_checkpoint_that_mlx_quantised_comes_whole_and_runs(tmp_path, capfd):
         model = load_model("org/model")
         assert capfd.readouterr() == ("", "") and weights(hub) == ["model.safetensors"]
         assert generate(RUN) == 0 and "downloaded" not in capfd.readouterr().err
-    assert layout == PackedExperts.open(own, ModelArgs.from_file(own)).layout
+    assert layout == open_packed(own, ModelArgs.from_file(own)).layout
     assert resident_bytes(shapes, mx.float32) == resident_bytes(read_resident(own), mx.float32)
     tokens = mx.array([[1, 2, 3]])
     assert mx.array_equal(model(tokens), load_model(own)(tokens))
@@ -264,7 +264,7 @@ def test_the_tokenizer_of_the_model_that_a_gguf_was_made_from_comes_too(tmp_path
 
 
 def test_pull_downloads_and_loads_nothing(packed, monkeypatch, capfd):
-    monkeypatch.setattr(fetching, "ASKED_FROM", 0)
+    monkeypatch.setattr(opening, "ASKED_FROM", 0)
     assert pull(["org/model"]) == 1
     assert "GB of org/model will be downloaded; there is no terminal" in capfd.readouterr().err and not weights(packed)
     assert pull(["org/model", "--yes"]) == 0

@@ -24,8 +24,8 @@ from moeflux_mlx.opening.random_weights import Shapes
 from moeflux_mlx.ops.kernel_files import Program
 from moeflux_mlx.ops.launch import KernelText
 from moeflux_mlx.ops.tiles import CODE, TRIED, Tiles, merged
-from moeflux_mlx.tools import kernels
-from moeflux_mlx.tools.kernels import Built, programs_of_variants
+from moeflux_mlx.tools import checkup
+from moeflux_mlx.tools.checkup import Built, programs_of_variants
 
 VARIANT = "qwen3-30b-a3b"
 TITLES = ["machine", "threads and matrix units", "values", "memory", "layers", "known models", "kernels", "demo model"]
@@ -77,8 +77,8 @@ def viewed(monkeypatch, cpu_device):
     monkeypatch.setattr(diagnosis, "known_models", lambda here: [Fit(VARIANT, None, 0)])
     monkeypatch.setattr(known_models, "product_rate", lambda dtype: 1e9)
     monkeypatch.setattr(diagnosis, "machine_figures", lambda: None)
-    monkeypatch.setattr(kernels, "SEQUENCES", ())
-    monkeypatch.setattr(kernels, "CHECKED", ())
+    monkeypatch.setattr(checkup, "SEQUENCES", ())
+    monkeypatch.setattr(checkup, "CHECKED", ())
     reduce(monkeypatch, "kernels")
     OnlyCompiled.limits.clear()
     with msl.launching(OnlyCompiled):
@@ -187,7 +187,7 @@ def listed(viewed, monkeypatch):
         return [Program(KernelText(f"k{i}", [], ["y"], "", ""), [], [mx.float32]) for i in range(8)]
 
     monkeypatch.setattr(diagnosis, "programs_of_variants", slowly)
-    monkeypatch.setattr(kernels, "compiler_of", lambda target: lambda program: None)
+    monkeypatch.setattr(checkup, "compiler_of", lambda target: lambda program: None)
     monkeypatch.setattr(diagnosis, "BUDGET", 0.5)
 
 
@@ -209,8 +209,8 @@ def test_kernels_that_are_left_out_are_said_at_the_end(listed, monkeypatch, tmp_
 def test_cudas_kernels_are_compiled_together(listed, monkeypatch, tmp_path):
     """Each waits for another one."""
     together = threading.Barrier(2, timeout=5)
-    monkeypatch.setattr(kernels, "compiler_of", lambda target: lambda program: together.wait() and None)
-    monkeypatch.setattr(kernels.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(checkup, "compiler_of", lambda target: lambda program: together.wait() and None)
+    monkeypatch.setattr(checkup.os, "cpu_count", lambda: 2)
     with monkeypatch.context() as patched:
         patched.setattr(diagnosis.backend, "name", lambda: "cuda")
         text = report(tmp_path)
@@ -359,12 +359,12 @@ def test_a_report_does_not_list_launches(capsys):
 
 
 def test_nvidias_compiler_is_named_if_it_is_missing(monkeypatch):
-    monkeypatch.setattr(kernels, "compiler_here", lambda: None)
+    monkeypatch.setattr(checkup, "compiler_here", lambda: None)
     with pytest.raises(RuntimeError, match="NVIDIA's compiler"):
-        kernels.compiler_of("cuda")
+        checkup.compiler_of("cuda")
     failing = type("Nvrtc", (), {"compile": lambda self, program: None})
-    monkeypatch.setattr(kernels, "compiler_here", failing)
-    one = kernels.built(Program(KernelText("k", [], ["y"], "", ""), [], [mx.float32]), kernels.compiler_of("cuda"))
+    monkeypatch.setattr(checkup, "compiler_here", failing)
+    one = checkup.built(Program(KernelText("k", [], ["y"], "", ""), [], [mx.float32]), checkup.compiler_of("cuda"))
     assert one.fault == "it does not compile" and one.allowed is None
 
 

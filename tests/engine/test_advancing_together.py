@@ -20,7 +20,7 @@ from moeflux_mlx.driving.loop import Loop, advance_together
 from moeflux_mlx.driving.prefill import Prefill
 from moeflux_mlx.driving.sampling import make_sampler
 from moeflux_mlx.errors import ExpertIOError, ModelFileError, RequestError
-from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.formats.packed import open_packed
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.state.snapshot import save_state
 
@@ -160,7 +160,7 @@ def test_a_failed_read_ends_only_rows_that_chose_that_expert(monkeypatch):
             chosen.append(set())
             model.step([decoding.rows]).undo()
     layer, expert = min(chosen[0] - chosen[1] - chosen[2])
-    packed = PackedExperts.open(directory, model.args)
+    packed = open_packed(directory, model.args)
     broken.add((packed.paths[layer].stat().st_ino, expert * packed.layout.record.stride))
     model.experts.invalidate()
     outcomes = advance_together(decodings)

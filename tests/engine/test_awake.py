@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from moeflux_mlx import chat
-from moeflux_mlx.planning import awake
-from moeflux_mlx.planning.awake import Awake
+from moeflux_mlx.planning import wired
+from moeflux_mlx.planning.wired import Awake
 
 
 class Caffeinate:
@@ -33,7 +33,7 @@ class Caffeinate:
 @pytest.fixture
 def mac(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(awake.subprocess, "Popen", Caffeinate)
+    monkeypatch.setattr(wired.subprocess, "Popen", Caffeinate)
     Caffeinate.started, Caffeinate.running = [], 0
 
 
@@ -69,10 +69,10 @@ def test_a_machine_without_it_may_sleep(mac, monkeypatch):
     def missing(*_, **__):
         raise FileNotFoundError("caffeinate")
 
-    monkeypatch.setattr(awake.subprocess, "Popen", missing)
+    monkeypatch.setattr(wired.subprocess, "Popen", missing)
     with Awake():
         pass
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(awake.subprocess, "Popen", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(wired.subprocess, "Popen", lambda *_, **__: 1 / 0)
     with Awake():
         pass

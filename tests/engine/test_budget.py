@@ -26,13 +26,13 @@ from moeflux_mlx.experts.memory import page_aligned
 from moeflux_mlx.experts.reader import in_pieces_bytes
 from moeflux_mlx.experts.source import IoMode
 from moeflux_mlx.experts.streamed import StreamedExperts
-from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.formats.packed import open_packed
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.kinds import GatedConnections
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.tensors import resident_bytes, token_bytes, variant_bytes
 from moeflux_mlx.model.weights import read_resident
-from moeflux_mlx.opening import expert_source
+from moeflux_mlx.opening import engine as opening
 from moeflux_mlx.opening.engine import load, load_model, open_engine
 from moeflux_mlx.planning import needs, wired
 from moeflux_mlx.planning.breath import Breath
@@ -431,13 +431,13 @@ def test_models_share_what_metal_may_wire(monkeypatch, figures_are, wire_by):
     gc.collect()
     assert limits[3:] == [0]
     limits.clear()
-    packed = PackedExperts.open(path, first.model.args)
+    packed = open_packed(path, first.model.args)
     tight = replace(first.plan, figures=replace(METAL, working_set=one + 5))
-    loaders = [expert_source.open_experts(packed, first.model.args, tight) for _ in range(2)]
+    loaders = [opening.open_experts(packed, first.model.args, tight) for _ in range(2)]
     assert limits == [one, one + 5]
-    monkeypatch.setattr(expert_source, "StreamedExperts", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(opening, "StreamedExperts", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        expert_source.open_experts(packed, first.model.args, tight)
+        opening.open_experts(packed, first.model.args, tight)
     assert limits[2:] == [one + 5] * 2
     for loader in loaders:
         loader.close()
@@ -462,14 +462,14 @@ def test_a_model_is_wired_once_it_is_in_memory(monkeypatch, mode, figures_are, w
 def test_the_pool_is_opened_with_the_figures_of_metal(monkeypatch, wire_by):
     """No buffer is larger than Metal allows, and the pool's limit follows macOS's pace."""
     first = open_engine(tiny_directory("qwen3_moe"), dtype=mx.float32, expert_io="pread")
-    packed = PackedExperts.open(tiny_directory("qwen3_moe"), first.model.args)
+    packed = open_packed(tiny_directory("qwen3_moe"), first.model.args)
     wire_by(lambda nbytes: None)
     monkeypatch.setattr(pools, "backend", SimpleNamespace(name=lambda: "metal"))
     monkeypatch.setattr(pools, "adopted_pages", lambda *shape: (page_aligned(*shape),) * 2)
     sizes = {}
     for buffer in (GB, 65536):
         figures = Figures(16 * GB, working_set=GB, buffer=buffer)
-        experts = expert_source.open_experts(packed, first.model.args, replace(first.plan, figures=figures))
+        experts = opening.open_experts(packed, first.model.args, replace(first.plan, figures=figures))
         (pool,) = experts.pools
         experts.request(0, np.array([0])).release()
         sizes[buffer] = pool.held_bytes

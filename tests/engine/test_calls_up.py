@@ -65,4 +65,4 @@ def test_a_callback_counts():
     directory = tiny_directory("qwen3_next")
     with ProgressLine("loading", of_bytes=True) as line:
         pairs = calls_up(lambda: load_model(directory, expert_io="resident", progress=line.update).experts.close())
-    assert ("experts.resident._read", "cli.terminal.update") in pairs
+    assert ("experts.whole._read", "cli.terminal.update") in pairs

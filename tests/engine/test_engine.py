@@ -11,9 +11,9 @@ from tiny_models import tiny_directory
 
 import moeflux_mlx
 from moeflux_mlx.errors import ExpertIOError, ModelFileError, RequestError, TokenizerError
-from moeflux_mlx.experts import mapped
-from moeflux_mlx.experts.mapped import MappedExperts
-from moeflux_mlx.opening import expert_source
+from moeflux_mlx.experts import whole
+from moeflux_mlx.experts.whole import MappedExperts
+from moeflux_mlx.opening import engine as opening
 from moeflux_mlx.opening.engine import open_engine
 
 DEFAULTS = {
@@ -96,9 +96,9 @@ def test_a_load_that_fails_keeps_no_experts(tmp_path, monkeypatch):
     mx.save_safetensors(str(file), {**mx.load(str(file)), "surplus": mx.zeros((1,))})
     made = []
     monkeypatch.setattr(
-        mapped, "map_file", lambda path, n, size: (mx.array(np.fromfile(path, np.uint32).reshape(n, -1)), None)
+        whole, "map_file", lambda path, n, size: (mx.array(np.fromfile(path, np.uint32).reshape(n, -1)), None)
     )
-    monkeypatch.setattr(expert_source, "MappedExperts", lambda *args: made.append(MappedExperts(*args)) or made[-1])
+    monkeypatch.setattr(opening, "MappedExperts", lambda *args: made.append(MappedExperts(*args)) or made[-1])
     with pytest.raises(ModelFileError, match="surplus"):
         moeflux_mlx.load_model(path, expert_io="mmap")
     assert made and not made[0].layers

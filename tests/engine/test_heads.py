@@ -31,7 +31,7 @@ from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.driving.loop import Loop
 from moeflux_mlx.driving.session import Session
 from moeflux_mlx.errors import ModelFileError, RequestError
-from moeflux_mlx.experts import held, mapped
+from moeflux_mlx.experts import whole
 from moeflux_mlx.model import head as model_head
 from moeflux_mlx.model.drafting import Drafting
 from moeflux_mlx.model.step import SequenceRows
@@ -273,8 +273,8 @@ def test_texts_logprobs_and_states_are_those_without_a_head(family, source):
 def compiled(monkeypatch, plain_operations):
     """Models that are mapped compute tokens by a compiled step, as on a GPU."""
     monkeypatch.setattr(growing, "sees_capacity", lambda length: length == 1)
-    monkeypatch.setattr(mapped, "map_file", copied)
-    monkeypatch.setattr(held, "kept", mx.array)
+    monkeypatch.setattr(whole, "map_file", copied)
+    monkeypatch.setattr(whole, "kept", mx.array)
 
 
 @pytest.mark.usefixtures("compiled")

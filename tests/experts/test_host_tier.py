@@ -10,8 +10,8 @@ from test_source import EXPERTS, blocks, packed, records  # noqa: F401 (a fixtur
 
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import staging
-from moeflux_mlx.experts.host_tier import HostTier
 from moeflux_mlx.experts.ranking import Ranking
+from moeflux_mlx.experts.staging import HostTier
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.ops.tiles import MAX_TOKENS
 from moeflux_mlx.planning.pressure import PoolLimit, Spare

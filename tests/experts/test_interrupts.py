@@ -18,9 +18,7 @@ from test_streaming import TOP_K, run, small_waves, streamed, tokens_of  # noqa:
 from tiny_models import tiny_directory, use_plain_operations
 
 from moeflux_mlx.experts import (
-    host_tier,
     lookahead,
-    mapped,
     places,
     pool,
     pool_reads,
@@ -42,8 +40,8 @@ from moeflux_mlx.opening.engine import load_model
 FILES = {
     module.__file__
     for module in (
-        *(streaming, pool, pool_reads, staging, host_tier, ranking, places, reader, reads),
-        *(lookahead, warming, waves, source, routed, mapped, whole),
+        *(streaming, pool, pool_reads, staging, ranking, places, reader, reads),
+        *(lookahead, warming, waves, source, routed, whole),
     )
 }
 

@@ -43,12 +43,12 @@ def test_a_step_reads_what_is_planned(tmp_path, name):
     layout = ExpertLayout.from_args(args, dict.fromkeys(args.moe_layers, MXFP4) if "gpt" in name else None)
     top_k, each = args.num_experts_per_tok, next(iter(layout.records.values())).held_bytes
     assert (top_k, each) == SIZES[name] and layout.token_bytes(args) == LAYERS * top_k * each
-    paths = {layer: tmp_path / layout.file_name(layer) for layer in layout.moe_layers}
-    for layer, path in paths.items():
+    packed = PackedExperts(layout, [tmp_path])
+    for layer, path in packed.paths.items():
         with path.open("wb") as file:
             file.truncate(layout.layer_bytes(layer))
     pool = LAYERS * top_k * each
-    with closing(StreamedExperts(PackedExperts(layout, paths), cache_bytes=pool, least_slots=top_k)) as source:
+    with closing(StreamedExperts(packed, cache_bytes=pool, least_slots=top_k)) as source:
         experts = RoutedExperts(source)
 
         def step(ids):

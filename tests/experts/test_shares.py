@@ -42,10 +42,10 @@ def mixed(experts=EXPERTS):
 
 def write_mixed(folder, experts=EXPERTS):
     layout, rng = mixed(experts), np.random.default_rng(1)
-    paths = {layer: folder / layout.file_name(layer) for layer in layout.moe_layers}
-    for layer, path in paths.items():
+    packed = PackedExperts(layout, [folder])
+    for layer, path in packed.paths.items():
         path.write_bytes(rng.integers(0, 256, layout.layer_bytes(layer), dtype=np.uint8).tobytes())
-    return PackedExperts(layout, paths)
+    return packed
 
 
 def truth_of(packed, layer):

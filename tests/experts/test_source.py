@@ -21,13 +21,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from test_packed import tiny_args
 
 from moeflux_mlx.errors import ExpertIOError, MoefluxWarning, RequestError
-from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.memory import staging_memory
 from moeflux_mlx.experts.reader import ExpertReader
-from moeflux_mlx.experts.resident import ResidentExperts
 from moeflux_mlx.experts.source import IoMode
 from moeflux_mlx.experts.staging import Staging
 from moeflux_mlx.experts.streamed import StreamedExperts
+from moeflux_mlx.experts.whole import MappedExperts, ResidentExperts
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.ops.records import divided
@@ -69,11 +68,10 @@ def test_environment_is_the_fallback(monkeypatch):
 def write_packed(folder, experts=EXPERTS):
     layout = ExpertLayout.from_args(tiny_args(experts=experts))
     rng = np.random.default_rng(1)
-    paths = {}
-    for layer in layout.moe_layers:
-        paths[layer] = folder / layout.file_name(layer)
-        paths[layer].write_bytes(rng.integers(0, 256, layout.layer_bytes(layer), dtype=np.uint8).tobytes())
-    return PackedExperts(layout, paths)
+    packed = PackedExperts(layout, [folder])
+    for layer, path in packed.paths.items():
+        path.write_bytes(rng.integers(0, 256, layout.layer_bytes(layer), dtype=np.uint8).tobytes())
+    return packed
 
 
 def opened(packed, mode, **options):

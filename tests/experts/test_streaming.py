@@ -19,16 +19,15 @@ from tiny_models import child_environment, on_cpu, tiny_directory, tiny_model, u
 
 from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.errors import DeviceError, ExpertIOError, ModelFileError
-from moeflux_mlx.experts import mapped, routed, waves
+from moeflux_mlx.experts import routed, waves, whole
 from moeflux_mlx.experts.lookahead import MEMORY, WARMUP, Trial
-from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.memory import staging_memory
 from moeflux_mlx.experts.reader import ExpertReader
-from moeflux_mlx.experts.resident import ResidentExperts
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.routing import finished
 from moeflux_mlx.experts.streamed import StreamedExperts
-from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.experts.whole import MappedExperts, ResidentExperts
+from moeflux_mlx.formats.packed import open_packed
 from moeflux_mlx.mixers.registry import stored_forms
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.span import Span
@@ -57,7 +56,7 @@ def run(model, tokens, chunk):
 def streamed(path, prefetch="lookahead", preadv=os.preadv, direct=True, workers=8, **options):
     """Returns a new model whose loader is made with these options."""
     args, tensors = ModelArgs.from_file(path), read_resident(path)
-    packed = PackedExperts.open(path, args)
+    packed = open_packed(path, args)
     reader = ExpertReader(packed, direct=direct, preadv=preadv, workers=workers)
     source = StreamedExperts(packed, reader=reader, **options)
     model = Model(args, RoutedExperts(source, prefetch), stored_forms(tensors))
@@ -69,7 +68,7 @@ def streamed(path, prefetch="lookahead", preadv=os.preadv, direct=True, workers=
 def small_waves(monkeypatch):
     """Makes prompts use waves of two experts."""
     args = ModelArgs.from_file(tiny_directory("qwen3_moe"))
-    packed = PackedExperts.open(tiny_directory("qwen3_moe"), args)
+    packed = open_packed(tiny_directory("qwen3_moe"), args)
     monkeypatch.setattr(waves, "WAVE_BYTES", 2 * packed.layout.record.stride)
 
 
@@ -742,9 +741,9 @@ def test_a_mapped_file_cut_short_while_in_use(replaceable, kind):
 def test_an_adopted_file_cut_short_while_in_use(replaceable, monkeypatch):
     """On Metal a token runs as one graph, so no request for a layer is made while it runs."""
     path, file, data = replaceable
-    real = mapped.map_file
+    real = whole.map_file
     with monkeypatch.context() as patch:
-        patch.setattr(mapped, "map_file", lambda *args: (mx.array(real(*args)[0]), real(*args)[1]))
+        patch.setattr(whole, "map_file", lambda *args: (mx.array(real(*args)[0]), real(*args)[1]))
         model = load_model(path, dtype=mx.float32, expert_io="mmap")
     cache = model.make_cache()
     for _ in range(2):
@@ -765,7 +764,7 @@ def test_records_that_metal_does_not_adopt_are_reported(replaceable, monkeypatch
         raise ValueError("[from_dlpack] cannot import without a copy")
 
     monkeypatch.setattr(mx, "from_dlpack", refuse)
-    packed = PackedExperts.open(path, ModelArgs.from_file(path))
+    packed = open_packed(path, ModelArgs.from_file(path))
     backend_is("metal")
     with pytest.raises(ExpertIOError, match=f"Metal refuses {path}.*layer_00.bin.*without a copy.*--expert-io"):
         MappedExperts(packed)
@@ -797,7 +796,7 @@ def test_a_replaced_file_is_not_opened_again(replaceable):
 
 def test_a_file_cut_between_check_and_open(replaceable):
     path, file, data = replaceable
-    packed = PackedExperts.open(path, ModelArgs.from_file(path))
+    packed = open_packed(path, ModelArgs.from_file(path))
     file.write_bytes(data[:-16384])
     for source in (MappedExperts, StreamedExperts, ResidentExperts):
         with pytest.raises(ExpertIOError, match="layer_01.bin (no longer )?has"):

@@ -15,10 +15,10 @@ from tiny_models import tiny_directory, tiny_model, use_plain_operations
 from moeflux_mlx.calibration.layers import LayerRun
 from moeflux_mlx.calibration.weights import open_layers
 from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError
-from moeflux_mlx.experts.held import HeldExperts
 from moeflux_mlx.experts.memory import staging_memory
 from moeflux_mlx.experts.stats import Asked, AskedByRow
 from moeflux_mlx.experts.values import ValuesOf
+from moeflux_mlx.experts.whole import HeldExperts
 from moeflux_mlx.formats.layout_file import from_json, to_json
 from moeflux_mlx.formats.packed import FOLDER, LAYOUT
 from moeflux_mlx.formats.record import ExpertLayout

@@ -8,7 +8,7 @@ import pytest
 
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.formats.layout_file import to_json
-from moeflux_mlx.formats.packed import FOLDER, PackedExperts
+from moeflux_mlx.formats.packed import FOLDER, open_packed
 from moeflux_mlx.formats.record import STRIDE_ALIGNMENT, ExpertLayout
 from moeflux_mlx.spec import ModelArgs
 
@@ -65,7 +65,7 @@ def test_components_locate_what_the_oracle_packs():
 
 
 def test_a_good_directory_opens(model_dir):
-    packed = PackedExperts.open(model_dir, tiny_args())
+    packed = open_packed(model_dir, tiny_args())
     assert sorted(packed.paths) == [0, 1]
 
 
@@ -80,7 +80,7 @@ def test_a_directory_without_our_keys_opens(model_dir):
     (model_dir / FOLDER / "layout.json").write_text(json.dumps(content))
     for layer in layout.moe_layers:
         (model_dir / FOLDER / layout.file_name(layer)).write_bytes(bytes(4 * layout.record.size))
-    assert PackedExperts.open(model_dir, args).layout.record.stride == layout.record.size
+    assert open_packed(model_dir, args).layout.record.stride == layout.record.size
 
 
 @pytest.mark.parametrize("delta", [-1, 1])
@@ -89,7 +89,7 @@ def test_wrong_length_names_file_and_both_sizes(model_dir, delta):
     size = file.stat().st_size
     file.write_bytes(bytes(size + delta))
     with pytest.raises(ModelFileError) as failure:
-        PackedExperts.open(model_dir, tiny_args())
+        open_packed(model_dir, tiny_args())
     assert "layer_01.bin" in str(failure.value)
     assert str(size) in str(failure.value) and str(size + delta) in str(failure.value)
 
@@ -97,7 +97,7 @@ def test_wrong_length_names_file_and_both_sizes(model_dir, delta):
 def test_missing_layer_file(model_dir):
     (model_dir / FOLDER / "layer_00.bin").unlink()
     with pytest.raises(ModelFileError, match="layer_00.bin does not exist"):
-        PackedExperts.open(model_dir, tiny_args())
+        open_packed(model_dir, tiny_args())
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_missing_layer_file(model_dir):
 def test_a_wrong_layout_is_refused(model_dir, change):
     edit(model_dir, **change)
     with pytest.raises(ModelFileError, match="layout.json"):
-        PackedExperts.open(model_dir, tiny_args())
+        open_packed(model_dir, tiny_args())
 
 
 def test_a_component_at_another_offset(model_dir):
@@ -130,4 +130,4 @@ def test_a_component_at_another_offset(model_dir):
     components[3]["offset"] += 64
     edit(model_dir, components=components)
     with pytest.raises(ModelFileError, match=r"layout\.json: offset of up_proj\.weight is \d+; [^;]{0,50}$"):
-        PackedExperts.open(model_dir, tiny_args())
+        open_packed(model_dir, tiny_args())

@@ -14,7 +14,7 @@ from tiny_models import tiny_directory, tiny_model, use_plain_operations
 from metal import fast, msl
 from moeflux_mlx.caches import entries, growing, ring
 from moeflux_mlx.errors import ExpertIOError
-from moeflux_mlx.experts import mapped
+from moeflux_mlx.experts import whole
 from moeflux_mlx.kinds import streams_before
 from moeflux_mlx.mixers.delta.spec import Delta
 from moeflux_mlx.mixers.grouped import op as attend
@@ -49,7 +49,7 @@ def make_resident(monkeypatch, family, dtype=mx.float32, variant="mlx4"):
     for caches in (entries, growing, ring):
         monkeypatch.setattr(caches, "sees_capacity", lambda length: length == 1)
     with monkeypatch.context() as patch:
-        patch.setattr(mapped, "map_file", copied)
+        patch.setattr(whole, "map_file", copied)
         return load_model(tiny_directory(family, variant), dtype=dtype, expert_io="mmap")
 
 

@@ -14,12 +14,12 @@ from tiny_models import tiny_directory, use_plain_operations
 
 from moeflux_mlx.cli.opening import shapes_of
 from moeflux_mlx.errors import ExpertIOError
-from moeflux_mlx.experts import host_tier, pool_reads, routed
+from moeflux_mlx.experts import pool_reads, routed
 from moeflux_mlx.experts.memory import staging_memory
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.streamed import StreamedExperts
-from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.formats.packed import open_packed
 from moeflux_mlx.mixers.registry import cache_numbers, stored_forms
 from moeflux_mlx.model import optimistic
 from moeflux_mlx.model.decoder import Model
@@ -55,7 +55,7 @@ def opened_in(path, records=None, ahead=True, preadv=os.preadv, in_buffers=False
     """A model whose pool has room for `records` records (None: all), compiled as for a GPU. Its records are copied, as
     on CUDA, or in buffers, as on Metal."""
     args, tensors = ModelArgs.from_file(path), read_resident(path)
-    packed = PackedExperts.open(path, args)
+    packed = open_packed(path, args)
     nbytes = 1 << 30 if records is None else records * packed.layout.held_bytes
     reader = ExpertReader(packed, preadv=preadv)
     memory = {"adopt": staging_memory} if in_buffers else {"copied": True}
@@ -174,7 +174,7 @@ def test_memory_that_queued_layers_read_is_used_again_later(monkeypatch):
     staging, waited = model.experts.pools[0].staging, []
     kept = next(iter(staging.host.kept))
     with monkeypatch.context() as patch:
-        patch.setattr(host_tier.mx, "eval", waited.append)
+        patch.setattr(staging.mx, "eval", waited.append)
         model.experts.table(kept[0])
         model.experts.queued(queued := [mx.array(1)])
         staging.host.settle(place := staging.host.kept[kept])

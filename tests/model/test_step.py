@@ -285,7 +285,7 @@ def test_a_step_states_the_memory_that_it_keeps_for_its_rows():
     before = sum(layer.nbytes for layer in cache)
     for rows in ([1, 2, 3, 4], [1, 2], [1]):
         made = step(model, (cache, rows))
-        assert made.nbytes == len(rows) * sum(layer.row_bytes(4) for layer in cache) > 0
+        assert made.nbytes == len(rows) * sum(layer.kept_bytes(4) for layer in cache) > 0
         assert sum(layer.nbytes for layer in cache) == before
         made.rewind(0, 0)
         assert made.nbytes == 0

@@ -21,7 +21,7 @@ from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.families.names import canonical_name
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.formats.checkpoint import RECIPE, read_header
-from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.formats.packed import open_packed
 from moeflux_mlx.formats.record import PROJECTIONS, UNIFORM, ExpertLayout
 from moeflux_mlx.packing import conversion as packing
 from moeflux_mlx.packing import resident as resident_file
@@ -87,7 +87,7 @@ def write_tiny(path, kind="F32", config=None, **change):
 def test_expert_files(family, variant):
     out = tiny_directory(family, variant)
     args = ModelArgs.from_file(out)
-    packed = PackedExperts.open(out, args)
+    packed = open_packed(out, args)
     wanted = goldens.packed_layers(family, "fp8" if variant == "fp8" else "hub")
     assert sorted(wanted) == list(packed.layout.moe_layers)
     for layer, blocks in wanted.items():
@@ -211,7 +211,7 @@ def test_eight_bits_for_resident_tensors_only(tmp_path):
     quantization = ModelArgs.from_file(out).quantization
     assert quantization.of("lm_head") == quantization.of("model.layers.0.mlp.gate") == Quant(8, 64)
     assert resident(out)["lm_head.weight"][1].shape[-1] == 128 * 8 // 32
-    PackedExperts.open(out, ModelArgs.from_file(out))
+    open_packed(out, ModelArgs.from_file(out))
 
 
 def test_inputs_that_are_no_multiple_of_64_stay_bfloat16(tmp_path):
@@ -276,7 +276,7 @@ def test_experts_in_other_bits_are_copied(tmp_path, group_size, bits):
     report = convert(source, tmp_path / "out")
     assert report.lossy == () and not report.made_experts
     args = ModelArgs.from_file(tmp_path / "out")
-    packed = PackedExperts.open(tmp_path / "out", args)
+    packed = open_packed(tmp_path / "out", args)
     assert [packed.layout.records[layer].quants for layer in (0, 1)] == [UNIFORM, (*UNIFORM[:2], stated)]
     record = packed.layout.records[1]
     block = packed.paths[1].read_bytes()[3 * record.stride :][: record.size]
@@ -287,10 +287,10 @@ def test_experts_in_other_bits_are_copied(tmp_path, group_size, bits):
 def test_experts_in_another_form_need_requantize(tmp_path):
     source = goldens.write_variant(tmp_path / "source", "qwen3_moe", "mlx4")
     assert convert(source, tmp_path / "kept", expert_bits=3).lossy == ()
-    assert PackedExperts.open(tmp_path / "kept", ModelArgs.from_file(tmp_path / "kept")).layout.is_uniform
+    assert open_packed(tmp_path / "kept", ModelArgs.from_file(tmp_path / "kept")).layout.is_uniform
     report = convert(source, tmp_path / "out", expert_bits=3, down_bits=4, requantize=True)
     assert len(report.lossy) == 2 * len(ModelArgs.from_file(source).moe_layers) and STACK not in report.lossy
-    packed = PackedExperts.open(tmp_path / "out", ModelArgs.from_file(tmp_path / "out"))
+    packed = open_packed(tmp_path / "out", ModelArgs.from_file(tmp_path / "out"))
     assert {record.quants for record in packed.layout.records.values()} == {(Quant(3, 64), Quant(3, 64), Quant(4, 64))}
     up = STACK.replace("down", "up")
     parts = goldens.mlx_tensors("qwen3_moe")
@@ -345,7 +345,7 @@ def stored(path, array, quant):
 def check_kept(out, tensors, resident_too=True):
     """Checks that every byte of `tensors` is where the packed model's own description says."""
     args = ModelArgs.from_file(out)
-    packed = PackedExperts.open(out, args)
+    packed = open_packed(out, args)
     for name, (_, array) in resident(out).items() if resident_too else ():
         assert np.array_equal(array, as_numpy(tensors[name])), name
     for layer, record in packed.layout.records.items():
@@ -374,7 +374,7 @@ def test_floats_get_the_requested_form(tmp_path, options, resident_quant, expert
     report = convert(source, tmp_path / "out", **options)
     assert report.quantized and report.made_experts and not report.lossy
     args = ModelArgs.from_file(tmp_path / "out")
-    layout = PackedExperts.open(tmp_path / "out", args).layout
+    layout = open_packed(tmp_path / "out", args).layout
     assert {record.quants for record in layout.records.values()} == {experts}
     assert args.quantization.of("lm_head") == resident_quant
     assert args.quantization.of("model.layers.0.mlp.gate") == Quant(8, 64)
@@ -420,7 +420,7 @@ def test_scales_of_two_dtypes_become_float32_exactly(tmp_path):
     scales = goldens.as_float(goldens.mlx_tensors("qwen3_moe")[name])
     restack(source, {}, {name: ("F32", scales)})
     convert(source, tmp_path / "out")
-    packed = PackedExperts.open(tmp_path / "out", ModelArgs.from_file(tmp_path / "out"))
+    packed = open_packed(tmp_path / "out", ModelArgs.from_file(tmp_path / "out"))
     record = packed.layout.records[1]
     assert packed.layout.records[0].dtype == "BF16" and {f.dtype for f in record.fields} == {"U32", "F32"}
     data, field = packed.paths[1].read_bytes(), record.down.fields[1]

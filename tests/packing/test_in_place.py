@@ -17,7 +17,7 @@ from moeflux_mlx import load_model, model_fingerprint
 from moeflux_mlx.errors import ExpertIOError, ModelFileError, NotPackedError
 from moeflux_mlx.experts.memory import private_pages
 from moeflux_mlx.experts.reader import ExpertReader
-from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.formats.packed import open_packed
 from moeflux_mlx.model.weights import read_resident
 from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.packing.in_place import open_in_place
@@ -88,7 +88,7 @@ def test_every_residue_of_offsets(tmp_path, residue):
     path = write_model(tmp_path, "qwen3_moe", count=1, residues=[residue])
     files = open_in_place(Located(path)).experts
     assert {piece.offset % 2 for piece in files.pieces(0, 0)} == {residue % 2}
-    packed = PackedExperts.open(tiny_directory("qwen3_moe"), open_in_place(Located(path)).args)
+    packed = open_packed(tiny_directory("qwen3_moe"), open_in_place(Located(path)).args)
     assert np.array_equal(records_of(files, 1), records_of(packed, 1))
 
 
@@ -120,7 +120,7 @@ def test_every_geometry_gives_the_packed_models_records(tmp_path, forms):
     usual, down = (Quant(*form) for form in forms)
     path, packed = converted(tmp_path, usual, down)
     experts = open_in_place(Located(path)).experts
-    there = PackedExperts.open(packed, ModelArgs.from_file(packed))
+    there = open_packed(packed, ModelArgs.from_file(packed))
     assert experts.layout == there.layout and experts.layout.records[0].quants == (usual, usual, down)
     assert len(experts.pieces(0, 1)) == len(experts.layout.records[0].fields)
     for layer in experts.layout.moe_layers:

@@ -15,7 +15,7 @@ from tiny_models import on_cpu
 from moeflux_mlx.convert import main
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.formats.checkpoint import RECIPE
-from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.formats.packed import open_packed
 from moeflux_mlx.formats.record import PROJECTIONS
 from moeflux_mlx.model.tensors import needed, resident_bytes, token_bytes
 from moeflux_mlx.opening.engine import load_model
@@ -180,7 +180,7 @@ def test_named_recipes_and_options_that_override_them(tmp_path, options, expecte
     report = convert(write_tiny(tmp_path / "source"), tmp_path / "out", **options)
     assert {part: report.recipe.form(part).bits for part in expected} == expected
     args = ModelArgs.from_file(tmp_path / "out")
-    record = PackedExperts.open(tmp_path / "out", args).layout.records[1]
+    record = open_packed(tmp_path / "out", args).layout.records[1]
     paths = {"router": "model.layers.1.mlp.gate", "attention": "model.layers.1.self_attn.v_proj", "head": "lm_head"}
     stated = {part: args.quantization.of(path) for part, path in paths.items()}
     stated |= {"gate_up": record.up.quant, "down": record.down.quant}

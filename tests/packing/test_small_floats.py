@@ -16,7 +16,7 @@ from moeflux_mlx.convert import convert
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.files import read_json, tagged
 from moeflux_mlx.formats.checkpoint import read_config, read_header
-from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.formats.packed import open_packed
 from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.packing.located import Located
 from moeflux_mlx.packing.lookup import find_matrix
@@ -159,7 +159,7 @@ def test_experts_are_packed_without_a_loss(tmp_path, name):
     weights = write_model(tmp_path / "source", make, hub)
     report = convert(tmp_path / "source", tmp_path / "out")
     assert not report.lossy and not report.made_experts
-    experts = PackedExperts.open(tmp_path / "out", ModelArgs.from_file(tmp_path / "out"))
+    experts = open_packed(tmp_path / "out", ModelArgs.from_file(tmp_path / "out"))
     record = experts.layout.records[1]
     assert record.quants == (quant,) * 3
     rows = np.fromfile(experts.paths[1], np.uint8).reshape(-1, record.stride)

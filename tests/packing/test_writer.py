@@ -20,7 +20,7 @@ from moeflux_mlx import files as paths
 from moeflux_mlx.convert import convert, main
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.formats.checkpoint import ITEM_BYTES
-from moeflux_mlx.formats.packed import STATE, PackedExperts
+from moeflux_mlx.formats.packed import STATE, open_packed
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.generate.__main__ import main as generate
 from moeflux_mlx.packing.writer import PARTIAL
@@ -73,7 +73,7 @@ def test_resuming_after_a_kill_gives_the_same_files(tmp_path, source, whole, nam
     assert forked.run(KILLED, source, out, name, before + 40_000)[0] == -signal.SIGKILL
     assert (out / (name + PARTIAL)).exists() and not (out / name).exists()
     with pytest.raises(ModelFileError):
-        PackedExperts.open(out, ModelArgs.from_file(source))
+        open_packed(out, ModelArgs.from_file(source))
     finished = {one: (out / one).stat().st_mtime_ns for one in tree(out) if one in tree(whole) and one != STATE}
     report = convert(source, out)
     assert set(report.kept) == set(finished)
@@ -341,7 +341,7 @@ def test_memory_holds_a_few_experts_and_never_a_layer(tmp_path):
     assert kilobytes(tmp_path / "source", tmp_path / "out", "convert") < limit
     assert kilobytes(tmp_path / "source", tmp_path / "out", "whole") > limit  # a whole stack would be noticed
     args = ModelArgs.from_file(tmp_path / "out")
-    assert PackedExperts.open(tmp_path / "out", args).layout == ExpertLayout.from_args(args)
+    assert open_packed(tmp_path / "out", args).layout == ExpertLayout.from_args(args)
 
 
 def test_macs_empty_the_drive_s_cache(tmp_path, monkeypatch):

@@ -265,7 +265,7 @@ def test_each_request_is_told_in_a_line():
             live.raw(data)
         with socket.create_connection(("127.0.0.1", live.port)) as leaving:
             leaving.sendall(request("/v1/completions", b'{"prompt": "much"}'))
-            wait_for(lambda: live.worker.state.running)
+            wait_for(lambda: live.worker.running)
         wait_for(lambda: len(lines) == 10)
         metrics = live.raw(request("/metrics", b"", method="GET")).decode()
     told = [re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\S+) (\d+): (.*)\d+\.\d s", line).groups() for line in lines]

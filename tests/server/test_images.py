@@ -205,7 +205,7 @@ def test_reasoning_schemas_tools_and_drafts_work_beside_images(live, monkeypatch
     """Checks an answer with reasoning, one with reasoning and a schema, one that calls a tool, and one after the tool's
     result, which is an image too; nothing before the result is computed again."""
     drafting = Drafting("lookup", most=2, fixed=True)
-    monkeypatch.setattr(live.worker.state.engine.model, "drafting", drafting)
+    monkeypatch.setattr(live.worker.engine.model, "drafting", drafting)
     asked = [{"role": "user", "content": [ASKED, image_url(url(0))]}]
     ended = str(live.post("/tokenize", {"content": "</think>"})["tokens"][-1])
 

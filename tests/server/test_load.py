@@ -72,7 +72,7 @@ def test_clients_that_disconnect():
                 connection.settimeout(rng.choice([0.001, 0.01, 0.05]))
                 with contextlib.suppress(TimeoutError):
                     connection.recv(rng.choice([1, 200, 4000]))
-        wait_for(lambda: live.worker.state.running == [] and not live.worker.queue, 10)
+        wait_for(lambda: live.worker.running == [] and not live.worker.queue, 10)
         assert live.models.totals.failed == 0
         with send(live, body(99)) as connection:
             assert b"[DONE]" in read_whole(connection)
@@ -80,11 +80,11 @@ def test_clients_that_disconnect():
 
 def test_a_client_that_leaves_the_queue_takes_no_place_in_it():
     with Live(lambda: FakeEngine(lambda prompt: ANSWER, token_seconds=0.05)) as live, send(live, body(1)):
-        wait_for(lambda: live.worker.state.running)
+        wait_for(lambda: live.worker.running)
         with send(live, body(2)):
             wait_for(lambda: live.worker.queue == 1)
         wait_for(lambda: not live.worker.queue, 2)
-        assert live.worker.state.running[0].job.prepared.request.messages[0]["content"] == "Client 1 asks."
+        assert live.worker.running[0].job.prepared.request.messages[0]["content"] == "Client 1 asks."
 
 
 def test_a_slow_reader_delays_nobody():
@@ -127,8 +127,8 @@ def test_a_client_that_never_reads_is_disconnected(monkeypatch, stream):
     with Live(lambda: FakeEngine(lambda prompt: endless, context=200_000)) as live:
         many = body(1, max_tokens=None if stream else 800, stream=stream, logprobs=not stream)
         with send_and_never_read(live, many) as connection:
-            wait_for(lambda: live.worker.state.running)
-            wait_for(lambda: not live.worker.state.running)
+            wait_for(lambda: live.worker.running)
+            wait_for(lambda: not live.worker.running)
             assert live.models.totals.cancelled == stream
             wait_for(lambda: not live.listener.server_state.connections, 5)
             connection.settimeout(5)
@@ -164,13 +164,13 @@ def test_a_client_that_closed_its_sending_side_gets_the_answer(stream, monkeypat
             said = answer.read().decode()
             assert answer.status == 200 and ("[DONE]" if stream else "An owl flew over the lake.") in said
             assert connection.recv(1) == b""
-        wait_for(lambda: not live.worker.state.running)  # the answer is complete before the worker has forgotten it
+        wait_for(lambda: not live.worker.running)  # the answer is complete before the worker has forgotten it
         left = body(2, messages=[{"role": "user", "content": "a" * 20_000}], stream=stream)
         with send(live, left) as connection:
-            wait_for(lambda: live.worker.state.running)
+            wait_for(lambda: live.worker.running)
             while stream and b'"role"' not in connection.recv(65536):  # unread data would show that the client has left
                 pass
-        wait_for(lambda: not live.worker.state.running, 2)
+        wait_for(lambda: not live.worker.running, 2)
         assert live.models.totals.cancelled == 1
 
 

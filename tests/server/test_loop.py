@@ -51,19 +51,19 @@ def said(client):
 
 def texts(live):
     """Returns the questions of the running requests, in the order in which they began."""
-    return [one.job.prepared.request.messages[0]["content"] for one in live.worker.state.running]
+    return [one.job.prepared.request.messages[0]["content"] for one in live.worker.running]
 
 
 def begun(live, order):
     """Returns a client whose long prompt is being computed."""
     client = Client(live, LONG, order)
-    wait_for(lambda: LONG in texts(live) and live.worker.state.running[texts(live).index(LONG)].progress[0] > 0)
+    wait_for(lambda: LONG in texts(live) and live.worker.running[texts(live).index(LONG)].progress[0] > 0)
     return client
 
 
 def answering(live, order, words=400):
     """Returns a client whose long answer is being written."""
-    live.worker.state.engine.script = lambda prompt: "</think>" + ("word " * words if "write" in prompt else "An owl.")
+    live.worker.engine.script = lambda prompt: "</think>" + ("word " * words if "write" in prompt else "An owl.")
     client = Client(live, "write", order)
     wait_for(lambda: live.models.totals.generated_tokens > 5)
     return client
@@ -78,7 +78,7 @@ def test_a_short_prompt_goes_before_the_rest_of_a_long_one():
         assert "moeflux_requests_waiting 0" in live.get("/metrics")
         wait_for(lambda: len(order) == 2)
         assert order == [SHORT, LONG] and [said(one) for one in clients] == ["An owl."] * 2
-        done = [done for total, done in live.worker.state.engine.prompts if total > 400]
+        done = [done for total, done in live.worker.engine.prompts if total > 400]
         assert len(done) - len(set(done)) <= 1, "one step of the long prompt is computed twice"
 
 
@@ -112,7 +112,7 @@ def test_long_prompts_are_computed_one_after_the_other():
         Client(live, LONG + "again", order)
         wait_for(lambda: len(texts(live)) == 2)
         wait_for(lambda: len(order) == 2)
-        prompts = [total for total, _ in live.worker.state.engine.prompts]
+        prompts = [total for total, _ in live.worker.engine.prompts]
         assert order == [LONG, LONG + "again"] and prompts == sorted(prompts)
 
 
@@ -123,7 +123,7 @@ def test_answers_have_their_share_while_a_prompt_is_computed(share, least, most)
         answering(live, order)
         before = totals.prompt_seconds, totals.answer_seconds
         begun(live, order)
-        wait_for(lambda: not live.worker.state.running[1].in_prompt)
+        wait_for(lambda: not live.worker.running[1].in_prompt)
         prompt, answer = totals.prompt_seconds - before[0], totals.answer_seconds - before[1]
         assert least <= answer / (prompt + answer) <= most
         live.worker.begin_stop()
@@ -143,7 +143,7 @@ def test_a_mistake_of_a_client_that_shows_late_is_no_failure_of_the_server(capfd
 
 def test_a_prompt_that_goes_first_and_fails_affects_nobody(capfd):
     with Live(engine) as live:
-        order, served = [], live.worker.state.engine
+        order, served = [], live.worker.engine
         right = served.script
 
         def script(prompt):
@@ -168,7 +168,7 @@ def test_one_that_is_cancelled_meanwhile_ends_at_once():
         long = begun(live, order)
         short = Client(live, SHORT, order)
         wait_for(lambda: len(texts(live)) == 3)
-        for one in live.worker.state.running[:2]:
+        for one in live.worker.running[:2]:
             one.job.cancel()
         wait_for(lambda: len(order) == 3)
         assert story.reply == long.reply == 503 and said(short) == "An owl."
@@ -179,12 +179,12 @@ def test_one_that_is_cancelled_meanwhile_ends_at_once():
 def test_all_running_requests_end_with_the_server():
     with Live(engine) as live:
         order, heard = [], []
-        served = live.worker.state.engine
+        served = live.worker.engine
         clients = [answering(live, order), begun(live, order)]
         served.token_seconds = 0.1
         clients.append(Client(live, SHORT, order))
         wait_for(lambda: len(texts(live)) == 3)
-        late = Job(live.worker.state.running[-1].job.prepared, heard.append)
+        late = Job(live.worker.running[-1].job.prepared, heard.append)
         started = time.monotonic()
         live.worker.begin_stop()
         live.worker.submit(late)
@@ -202,7 +202,7 @@ def test_an_unexpected_error_leaves_its_traceback_once_in_the_log(capfd, monkeyp
         raise ValueError(question) from KeyError(question)
 
     with Live(engine) as live:
-        live.worker.state.engine.script = broken
+        live.worker.engine.script = broken
         clients = [Client(live, question, [])]
         clients[0].join(10)
         monkeypatch.setattr(Preparer, "fitted", broken)
@@ -218,7 +218,7 @@ def test_an_unexpected_error_leaves_its_traceback_once_in_the_log(capfd, monkeyp
 
 def test_a_client_with_many_requests_does_not_block_others():
     with Live(engine, parallel=2, queue=8) as live:
-        order, served = [], live.worker.state.engine
+        order, served = [], live.worker.engine
         served.prompt_seconds = 1  # nobody is answered before all have sent their requests
         many = [Client(live, f"many {n}", order, "many") for n in range(2)]
         wait_for(lambda: len(texts(live)) == 2)
@@ -262,9 +262,9 @@ def test_a_short_prompt_waits_for_the_beginning_that_it_shares_with_a_long_one()
     """It does not compute it again, and goes first behind it."""
     with Live(engine) as live:
         order, tail = [], "a tail " * 400
-        live.worker.state.engine.prompt_seconds = 0.008
+        live.worker.engine.prompt_seconds = 0.008
         long = asked(live, order, tail)
-        wait_for(lambda: live.worker.state.running and live.worker.state.running[0].progress[0] > 0)
+        wait_for(lambda: live.worker.running and live.worker.running[0].progress[0] > 0)
         short = asked(live, order, "Now.")
         wait_for(lambda: len(order) == 2)
         assert order == [LONG + "Now.", LONG + tail]
@@ -276,8 +276,8 @@ def test_who_leaves_hands_the_common_beginning_over():
     with Live(engine, sessions=4) as live:
         order = []
         agents = [asked(live, order, f"Task {n}.") for n in range(4)]
-        wait_for(lambda: len(live.worker.state.running) == 4)
-        first = live.worker.state.running[0]
+        wait_for(lambda: len(live.worker.running) == 4)
+        first = live.worker.running[0]
         wait_for(lambda: first.progress[0] > 100)
         first.job.cancel()
         wait_for(lambda: len(order) == 4)
@@ -318,7 +318,7 @@ def test_an_answer_that_must_wait_goes_on_when_another_has_ended(monkeypatch):
     monkeypatch.setattr(admission, "AHEAD", 8)
     with Live(engine) as live:
         live.worker.admission.nbytes, order = 150, []
-        live.worker.state.engine.script = lambda prompt: "</think>" + "word " * 20
+        live.worker.engine.script = lambda prompt: "</think>" + "word " * 20
         clients = [Client(live, f"{n}", order) for n in range(3)]
         wait_for(lambda: len(order) == 3)
         assert all(said(one) == ("word " * 20).strip() or said(one) == "word " * 20 for one in clients)

@@ -115,7 +115,7 @@ def test_a_request_without_a_text_loads_or_unloads_the_model():
         assert statuses(live)["a"] == "loaded" and client.chat("a", HI, keep_alive=0).message.content == "a"
         loads.may_answer.clear()
         running = clients.submit(client.chat, "a", HI)
-        wait_for(lambda: live.worker.state.running)
+        wait_for(lambda: live.worker.running)
         assert client.chat("a", [], keep_alive=0).done_reason == "unload" and statuses(live)["a"] == "loaded"
         loads.may_answer.set()
         assert running.result().message.content == "a"
@@ -134,7 +134,7 @@ def test_a_request_to_load_recalls_an_earlier_one_to_unload():
     ):
         loads.may_answer.clear()
         running = clients.submit(client.chat, "a", HI)
-        wait_for(lambda: live.worker.state.running)
+        wait_for(lambda: live.worker.running)
         assert [client.chat("a", [], keep_alive=time).done_reason for time in (0, "5m")] == ["unload", "load"]
         loads.may_answer.set()
         assert running.result().message.content == "a"

@@ -10,7 +10,7 @@ from moeflux_mlx import generate, make_logits_processors
 from moeflux_mlx.errors import BadRequestError
 from moeflux_mlx.foreign import UNSERVED
 from moeflux_mlx.server.wire import chat, completions, messages, responses
-from moeflux_mlx.server.wire.fields import LARGEST
+from moeflux_mlx.server.wire.settings import LARGEST
 
 HI = [{"role": "user", "content": "Tell me a story about Mira, who can talk to owls."}]
 READERS = [(chat, {"messages": HI}), (completions, {"prompt": "a"}), (messages, {"messages": HI})]

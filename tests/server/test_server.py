@@ -278,7 +278,7 @@ def test_a_request_that_does_not_fit_names_both_numbers(chat, claude):
 
 
 def test_text_far_beyond_the_context_is_not_tokenised_whole(live, chat, monkeypatch):
-    tokenizer, encoded = live.worker.state.engine.tokenizer, []
+    tokenizer, encoded = live.worker.engine.tokenizer, []
     for name in ("encode", "encode_after"):
         real = getattr(tokenizer, name)
 
@@ -320,7 +320,7 @@ def test_health_metrics_and_page(live):
 
 def test_tokenize(live):
     tokens = live.post("/tokenize", {"content": "Once there was"})["tokens"]
-    assert live.worker.state.engine.tokenizer.decode(tokens) == "Once there was"
+    assert live.worker.engine.tokenizer.decode(tokens) == "Once there was"
     with pytest.raises(HTTPError) as refused:
         live.post("/tokenize", {})
     assert json.loads(refused.value.read())["error"]["param"] == "content"
@@ -376,8 +376,8 @@ def test_a_client_that_leaves_stops_the_work(live):
         sent = body[:-1] + b', "stream": ' + stream + b"}"
         with socket.create_connection(("127.0.0.1", live.port)) as connection:
             connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(sent) + sent)
-            wait_for(lambda: live.worker.state.running)
-        wait_for(lambda: live.worker.state.running == [], 5)
+            wait_for(lambda: live.worker.running)
+        wait_for(lambda: live.worker.running == [], 5)
     assert live.models.totals.cancelled == before + 2
 
 

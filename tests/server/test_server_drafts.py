@@ -28,7 +28,7 @@ def test_answers_alone_and_together_are_those_without_drafts(monkeypatch, kind):
         ask(live, max_tokens=1)  # the others continue its prompt; a GPU computes a whole one with other bits
         wanted = [ask(live, **more) for more in asked]
     with Live(lambda: open_model(draft=kind)) as live:
-        engine = live.worker.state.engine
+        engine = live.worker.engine
         engine.model.drafting.fixed = True
         ask(live, max_tokens=1)
         assert [ask(live, **more) for more in asked] == wanted

@@ -10,11 +10,10 @@ from tiny_models import tiny_directory
 from moeflux_mlx.errors import BadRequestError
 from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.server.admission import Admission
-from moeflux_mlx.server.prepare import PreparedRequest
+from moeflux_mlx.server.prepare import PreparedRequest, fill_in
 from moeflux_mlx.server.request import Request
 from moeflux_mlx.server.running import Job, Running, SharedPrompt, Totals
 from moeflux_mlx.server.sessions import Sessions
-from moeflux_mlx.text.fill_in import fill_in
 
 OWLS = "Mira knew an owl that lived by the lake, and one evening it said to her that"
 DRAWN = {"model": "m", "max_tokens": 8, "temperature": 0.9, "logprobs": 2}
@@ -38,7 +37,7 @@ def client(live):
 
 
 def forget(live):
-    wait_for(lambda: not live.worker.state.running)
+    wait_for(lambda: not live.worker.running)
     live.worker.sessions.kept.clear()
 
 
@@ -105,7 +104,7 @@ def test_all_answers_end_when_the_client_leaves(live, client):
     stream = client.completions.create(prompt=OWLS, n=5, stream=True, model="m", max_tokens=500, temperature=0.9)
     next(iter(stream))
     stream.close()
-    wait_for(lambda: not live.worker.state.running and not live.worker.queue)
+    wait_for(lambda: not live.worker.running and not live.worker.queue)
     assert live.models.totals.cancelled > cancelled and not any(kept.busy for kept in live.worker.sessions.kept)
 
 

@@ -110,7 +110,7 @@ def test_counting_loads_no_model_and_waits_for_no_answer():
     loads.may_answer.clear()
     with Live(loads.of, describe=described) as live, ThreadPoolExecutor(1) as clients:
         running = clients.submit(ask, live, "a")
-        wait_for(lambda: live.worker.state.running)
+        wait_for(lambda: live.worker.running)
         counts = {}
         for name in ("a", "b"):
             body = {"messages": HI, "model": name, "max_tokens": 4}
@@ -352,7 +352,7 @@ def test_a_client_that_leaves_does_not_wait_any_more():
     asked = {"stream": True, "messages": HI, "prompt_cache_key": "one"}
     body = json.dumps({"model": "%s", **asked}).encode()
     with Live(loads.of, queue=1) as live, send(live, body % b"a") as first:
-        wait_for(lambda: live.worker.state.running)
+        wait_for(lambda: live.worker.running)
         with send(live, body % b"b"):
             wait_for(lambda: live.models.queue == 1)
             assert refused(live.post, "/v1/chat/completions", {"model": "b", **asked}) == 429
@@ -377,7 +377,7 @@ def test_a_busy_client_does_not_lock_others_out_of_another_model():
     loads.may_answer.clear()
     with Live(loads.of, queue=2, parallel=1) as live, ThreadPoolExecutor(6) as clients:
         many = [clients.submit(ask_as, live, "many", "a")]
-        wait_for(lambda: live.worker.state.running)
+        wait_for(lambda: live.worker.running)
         many += [clients.submit(ask_as, live, "many", "a") for _ in range(4)]
         wait_for(lambda: sum(one.done() for one in many) == 2 and live.worker.queue == 2)
         other = clients.submit(ask_as, live, "other", "b")
@@ -396,7 +396,7 @@ def test_the_places_of_all_models_together_are_limited():
         asked = []
         for name, count in ("a", 1), ("b", 2), ("b", 3):
             asked.append(clients.submit(ask_as, live, "one", name))
-            wait_for(lambda count=count: live.models.queue + len(live.worker.state.running) == count)
+            wait_for(lambda count=count: live.models.queue + len(live.worker.running) == count)
         for name in "ab":
             assert ask_as(live, "one", name).startswith("2 requests wait already")
         loads.may_answer.set()
@@ -409,7 +409,7 @@ def test_a_client_that_waits_for_a_model_is_told_that_the_server_ends():
     loads.may_answer.clear()
     with Live(loads.of) as live, ThreadPoolExecutor(2) as clients:
         running = clients.submit(ask, live, "a")
-        wait_for(lambda: live.worker.state.running)
+        wait_for(lambda: live.worker.running)
         waiting = clients.submit(ask, live, "b")
         wait_for(lambda: live.models.queue == 1)
         live.listener.stop_soon()
@@ -454,7 +454,7 @@ def test_a_server_that_ends_releases_nothing():
     with Live(loads.of) as live:
         models, worker = live.models, live.worker
         models.begin_stop()
-        wait_for(lambda: worker.state.engine is None)
+        wait_for(lambda: worker.engine is None)
         models.release("a")
         assert models.loaded is not None
 

@@ -103,7 +103,7 @@ class Bench:
         self.thread = ModelThread()
         self.thread.start()
         self.thread.run(self.worker.main)
-        assert begun.wait(30) and self.worker.state.ready
+        assert begun.wait(30) and self.worker.engine
         self.alone = {}
 
     def stop(self):
@@ -133,7 +133,7 @@ class Bench:
 
         submit_due()
         assert over.wait(60), "it hangs"
-        wait_for(lambda: not self.worker.state.running)
+        wait_for(lambda: not self.worker.running)
         return heard
 
     def submit(self, ask, number, hear, jobs):
@@ -193,7 +193,7 @@ def check(bench, asks):
         cut = how == (503, "cancelled") or wanted_how == (503, "cancelled")
         assert (text, how) == (wanted, wanted_how) or (cut and (text.startswith(wanted) or wanted.startswith(text)))
     worker = bench.worker
-    assert worker.state.running == [] and worker.queue == 0
+    assert worker.running == [] and worker.queue == 0
     assert not any(kept.busy for kept in worker.sessions.kept)
     assert all(not pool.is_leased for pool in getattr(bench.engine.experts, "pools", []))
 
@@ -269,7 +269,7 @@ def test_a_prompt_begins_behind_the_part_of_a_longer_one_that_is_computed(name):
     together = [told(events) for events in heard]
     assert heard[0][-1].cached_tokens == 0 and 64 <= heard[1][-1].cached_tokens <= len(common)
     for n in range(2):
-        wait_for(lambda: not bench.worker.state.running)
+        wait_for(lambda: not bench.worker.running)
         bench.worker.sessions.kept.clear()
         heard[n].clear()
         over.clear()
@@ -426,7 +426,7 @@ def test_mixed_requests_and_departures_leave_nothing_behind(count):
 
         with chat, claude:
             list(threads.map(one, range(count)))
-            wait_for(lambda: not live.worker.state.running and not live.models.queue)
+            wait_for(lambda: not live.worker.running and not live.models.queue)
             wait_for(lambda: live.models.loaded.uses == 0)
             assert live.models.totals.failed == 0 and not any(kept.busy for kept in live.worker.sessions.kept)
             assert by_chat(chat, claude, 3)

@@ -259,14 +259,14 @@ def test_short_prompts_go_before_a_long_one():
         order = []
         long = threading.Thread(target=lambda: (ask(live, "a" * 12_000), order.append("long")))
         long.start()
-        wait_for(lambda: live.worker.state.running)
+        wait_for(lambda: live.worker.running)
         shorts = [threading.Thread(target=lambda: (ask(live, "short"), order.append("short"))) for _ in range(2)]
         for one in shorts:
             one.start()
         for one in (long, *shorts):
             one.join()
         assert order == ["short", "short", "long"]
-        engine = live.worker.state.engine
+        engine = live.worker.engine
         done = [done for total, done in engine.prompts if total > 10_000]
         assert len(done) - len(set(done)) <= 4 and done == sorted(done)
 
@@ -276,7 +276,7 @@ def test_keepalives_while_a_prompt_is_computed_and_in_the_queue():
         over = []
         first = threading.Thread(target=lambda: (ask(live, "a" * 6_000), over.append(time.monotonic())))
         first.start()
-        wait_for(lambda: live.worker.state.running)
+        wait_for(lambda: live.worker.running)
         stream = client.chat.completions.create(
             model="m", messages=[{"role": "user", "content": "b" * 6_000}], stream=True
         )
@@ -293,8 +293,8 @@ def test_an_abandoned_prompt_is_not_computed_again():
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", live.port)) as left:
             left.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            wait_for(lambda: any(done > 1200 for _, done in live.worker.state.engine.prompts))
-        wait_for(lambda: not live.worker.state.running)
+            wait_for(lambda: any(done > 1200 for _, done in live.worker.engine.prompts))
+        wait_for(lambda: not live.worker.running)
         usage = client.chat.completions.create(model="m", messages=messages).usage
         assert usage.prompt_tokens_details.cached_tokens > 1000
 

@@ -37,7 +37,7 @@ def test_a_short_prompt_in_the_middle_of_a_long_one(alone, options):
         answers = []
         long = threading.Thread(target=lambda: answers.append(("long", ask(live, LONG)[0])))
         long.start()
-        wait_for(lambda: live.worker.state.running)
+        wait_for(lambda: live.worker.running)
         answers.append(("short", ask(live, SHORT)[0]))
         long.join()
     assert answers == [("short", alone[0]), ("long", alone[1])]
@@ -97,7 +97,7 @@ def test_a_client_that_comes_back_goes_on(alone):
 
         def look_and_leave():
             look()
-            for one in live.worker.state.running:
+            for one in live.worker.running:
                 if 300 < one.progress[0] < one.progress[1]:
                     one.job.cancel()
 
@@ -120,7 +120,7 @@ def letters():
 @given(turns=st.lists(st.tuples(st.integers(1, 11), st.sampled_from(["again", "on", "whole letters on"])), max_size=6))
 def test_a_prompt_depends_on_its_messages_alone(letters, turns):
     """The prompt is the same after any earlier requests, and with an answer cut anywhere, even within a character."""
-    engine, messages = letters.worker.state.engine, SHORT
+    engine, messages = letters.worker.engine, SHORT
     history = History(engine.tokenizer)
     for limit, how in turns:
         reply = letters.post("/v1/chat/completions", {"messages": messages, "max_tokens": limit})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.server.request import Request
 from moeflux_mlx.server.wire import chat, completions, messages, responses
-from moeflux_mlx.server.wire.fields import parse
+from moeflux_mlx.server.wire.settings import parse
 
 APIS = [(chat, CHAT), (completions, COMPLETIONS), (messages, MESSAGES), (responses, RESPONSES)]
 

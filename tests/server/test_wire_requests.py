@@ -6,8 +6,8 @@ from bodies import CHAT, COMPLETIONS, MESSAGES, READ_TOOL, RESPONSES
 from moeflux_mlx.errors import BadRequestError
 from moeflux_mlx.server.request import Sampling
 from moeflux_mlx.server.wire import chat, completions, messages, responses
-from moeflux_mlx.server.wire.fields import DEEPEST, parse
 from moeflux_mlx.server.wire.responses_request import sealed
+from moeflux_mlx.server.wire.settings import DEEPEST, parse
 
 HI = [{"role": "user", "content": "hi"}]
 READ = {"type": "function", "function": READ_TOOL}

@@ -7,8 +7,8 @@ import pytest
 from test_ranked_experts import together
 
 from moeflux_mlx.errors import RankError
-from moeflux_mlx.several import handshake
-from moeflux_mlx.several.handshake import REMEDIES, Settings, agree, greet
+from moeflux_mlx.several import ranks
+from moeflux_mlx.several.ranks import REMEDIES, Settings, agree, greet
 
 OWN = Settings(
     package=1,
@@ -69,6 +69,6 @@ def test_another_protocol_is_refused(monkeypatch):
     def work(rank, exchange):
         if rank == 0:
             return greet(exchange, 1)
-        return exchange(handshake.HELLO, np.array([handshake.PROTOCOL + 1, len(handshake.NAMES), 1], np.uint32))
+        return exchange(ranks.HELLO, np.array([ranks.PROTOCOL + 1, len(ranks.NAMES), 1], np.uint32))
 
     assert "rank 1 speaks protocol 3, rank 0 2; install the same" in str(together(2, work)[0])

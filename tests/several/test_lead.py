@@ -20,9 +20,8 @@ from moeflux_mlx.opening.weights import model_fingerprint
 from moeflux_mlx.ops import backend
 from moeflux_mlx.several.experts import Owners
 from moeflux_mlx.several.follow import Follower
-from moeflux_mlx.several.group import Exchange
+from moeflux_mlx.several.group import Exchange, Order, receive_order, send_order
 from moeflux_mlx.several.lead import Lead, LeadSession
-from moeflux_mlx.several.orders import Order, receive_order, send_order
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.skipif(backend.has_kernels(), reason="threads of one process share its GPU")

@@ -28,7 +28,7 @@ from moeflux_mlx.driving.session import Session
 from moeflux_mlx.errors import FingerprintError, ModelFileError, PromptCacheError, RequestError
 from moeflux_mlx.ops import backend
 from moeflux_mlx.spec import ModelArgs
-from moeflux_mlx.state import fingerprint
+from moeflux_mlx.state import prompt_file
 from moeflux_mlx.state.prompt_file import START, VERSION, load_prompt, read_prompt_header, save_prompt
 from moeflux_mlx.state.prompt_store import PromptDirectory, reuse_prefix
 from moeflux_mlx.text.tokenizer import load_tokenizer
@@ -204,7 +204,7 @@ SHAPES = {
 def test_prompts_that_were_saved_long_ago_keep_their_model(variant, tmp_path):
     """The parts of the configuration in a fingerprint are the same from release to release."""
     shutil.copy(ROOT / "configs" / f"{variant}.json", tmp_path / "config.json")
-    text = json.dumps(fingerprint.shape_of(ModelArgs.from_file(tmp_path)), sort_keys=True, default=str)
+    text = json.dumps(prompt_file.shape_of(ModelArgs.from_file(tmp_path)), sort_keys=True, default=str)
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == SHAPES[variant]
 
 

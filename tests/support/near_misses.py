@@ -1,6 +1,6 @@
 """Calls with the small faults that models of 3 to 35 billion parameters make, for each style in tags."""
 
-from moeflux_mlx.text.calls.minimax_rules import MARK
+from moeflux_mlx.text.calls.minimax_m3 import MARK
 from moeflux_mlx.text.calls.muse import MUSE_SPARK
 from moeflux_mlx.text.calls.registry import DIALECTS
 from moeflux_mlx.text.channels import MUSE

@@ -5,17 +5,16 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from moeflux_mlx.text.calls import gemma, minimax_rules
-from moeflux_mlx.text.calls.cohere import COHERE_ACTION
+from moeflux_mlx.text.calls import gemma, minimax_m3
 from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
 from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
 from moeflux_mlx.text.calls.hunyuan import HUNYUAN, HUNYUAN4, K2_HORIZON
-from moeflux_mlx.text.calls.hunyuan_a13b import HUNYUAN_A13B
 from moeflux_mlx.text.calls.inkling import INKLING_JSON
 from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, DOTS, MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
 from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
+from moeflux_mlx.text.calls.listed import COHERE_ACTION, HUNYUAN_A13B
 from moeflux_mlx.text.calls.llama4 import LLAMA4
 from moeflux_mlx.text.calls.longcat import LONGCAT, LONGCAT_JSON
 from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
@@ -92,7 +91,7 @@ def written(dialect):
         if dialect is GEMMA:
             body = gemma.written(arguments)
         elif dialect is MINIMAX_M3:
-            body = minimax_rules.written(arguments) + minimax_rules.MARK
+            body = minimax_m3.written(arguments) + minimax_m3.MARK
         elif dialect.tags is None:
             body = json.dumps(arguments, ensure_ascii=False)
         else:

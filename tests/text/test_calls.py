@@ -8,19 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from styles import BETWEEN, written
 
-from moeflux_mlx.text.calls.cohere import COHERE_ACTION
 from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
 from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
 from moeflux_mlx.text.calls.hunyuan import K2_HORIZON, hunyuan, hunyuan4
-from moeflux_mlx.text.calls.hunyuan_a13b import HUNYUAN_A13B
 from moeflux_mlx.text.calls.inkling import INKLING_JSON
 from moeflux_mlx.text.calls.invoke import DOTS, MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
 from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
+from moeflux_mlx.text.calls.listed import COHERE_ACTION, HUNYUAN_A13B
 from moeflux_mlx.text.calls.llama4 import LLAMA4
-from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
-from moeflux_mlx.text.calls.minimax_rules import MARK
+from moeflux_mlx.text.calls.minimax_m3 import MARK, MINIMAX_M3
 from moeflux_mlx.text.calls.muse import MUSE_SPARK
 from moeflux_mlx.text.calls.reader import HEADERS, AnswerReader, merged
 from moeflux_mlx.text.calls.registry import DIALECTS, dialect_of

@@ -3,9 +3,9 @@
 import pytest
 from test_gguf_tokens import metadata
 
+from moeflux_mlx.packing.gguf_folder import END_TEXTS, all_ends
 from moeflux_mlx.text.byte_pairs import byte_alphabet
 from moeflux_mlx.text.channels import INKLING, MUSE
-from moeflux_mlx.text.ends import TEXTS, all_ends
 from moeflux_mlx.text.gguf_tokens import tokenizer_files
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
@@ -43,8 +43,8 @@ def test_ends_by_text(tmp_path):
 
 
 def test_texts_are_those_of_llama_cpp(tmp_path):
-    assert set(ends(tmp_path, dict.fromkeys(sorted(TEXTS), CONTROL))) == TEXTS - {"<|end|>"}
-    assert {"<|eot_id|>", "<end_of_turn>", "<|observation|>", "[e~[", "<|file_sep|>"} <= TEXTS
+    assert set(ends(tmp_path, dict.fromkeys(sorted(END_TEXTS), CONTROL))) == END_TEXTS - {"<|end|>"}
+    assert {"<|eot_id|>", "<end_of_turn>", "<|observation|>", "[e~[", "<|file_sep|>"} <= END_TEXTS
 
 
 def test_what_closes_a_message_is_no_end(tmp_path):

@@ -19,10 +19,9 @@ from moeflux_mlx.text.calls.solar import SOLAR_OPEN
 from moeflux_mlx.text.calls.tool_call import QWEN_XML
 from moeflux_mlx.text.channels import THINK
 from moeflux_mlx.text.events import CallEnd, Reasoning, Text
-from moeflux_mlx.text.history import History
+from moeflux_mlx.text.history import History, MarkerGuard
 from moeflux_mlx.text.replay import AnswerStore, GivenAnswer
 from moeflux_mlx.text.tokenizer import load_tokenizer
-from moeflux_mlx.text.untrusted import MarkerGuard
 
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
 USER, TOOL = {"role": "user", "content": "Weather?"}, {"role": "tool", "content": "18 C"}

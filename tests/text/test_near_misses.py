@@ -13,8 +13,7 @@ from test_calls import EVERY_FORM, NASTY, TOOLS, calls_of, marked, read, text_of
 from moeflux_mlx.text.calls.hunyuan import HUNYUAN4
 from moeflux_mlx.text.calls.invoke import MINIMAX
 from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
-from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
-from moeflux_mlx.text.calls.minimax_rules import MARK
+from moeflux_mlx.text.calls.minimax_m3 import MARK, MINIMAX_M3
 from moeflux_mlx.text.calls.muse import MUSE_SPARK
 from moeflux_mlx.text.calls.reader import AnswerReader, merged
 from moeflux_mlx.text.calls.tool_call import GLM_LINE, QWEN_JSON, QWEN_XML

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from test_tokenizer import QUICK
 from tiny_models import tiny_directory
 
-from moeflux_mlx.text.spelling import Spelling
+from moeflux_mlx.driving.conversation import Spelling
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
 

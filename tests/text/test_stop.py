@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeflux_mlx.text.stop import StopTexts
+from moeflux_mlx.server.answering import StopTexts
 
 LETTERS = st.text("ab<", max_size=12)
 

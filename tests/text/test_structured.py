@@ -13,11 +13,10 @@ from tokenizers import AddedToken
 
 from moeflux_mlx.driving.sampling import Constraint
 from moeflux_mlx.errors import RequestError
-from moeflux_mlx.text.calls.cohere import COHERE_ACTION
 from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
-from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
-from moeflux_mlx.text.calls.minimax_rules import MARK
+from moeflux_mlx.text.calls.listed import COHERE_ACTION
+from moeflux_mlx.text.calls.minimax_m3 import MARK, MINIMAX_M3
 from moeflux_mlx.text.calls.reader import HEADERS
 from moeflux_mlx.text.calls.registry import CALL_MARKERS
 from moeflux_mlx.text.calls.tool_call import QWEN_JSON, QWEN_XML

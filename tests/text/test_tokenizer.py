@@ -16,7 +16,7 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from moeflux_mlx.errors import RequestError, TokenizerError
-from moeflux_mlx.state.fingerprint import tokenizer_digest
+from moeflux_mlx.state.prompt_file import tokenizer_digest
 from moeflux_mlx.text.byte_pairs import byte_alphabet
 from moeflux_mlx.text.tokenizer import VOCABULARY_FILES, load_tokenizer
 

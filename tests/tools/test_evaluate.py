@@ -18,8 +18,7 @@ from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.packing.located import Located
 from moeflux_mlx.process import claim_process
 from moeflux_mlx.tools import evaluate as meter
-from moeflux_mlx.tools.evaluate import evaluate
-from moeflux_mlx.tools.readers import LayerReader
+from moeflux_mlx.tools.evaluate import LayerReader, evaluate
 
 TEXT = "The owls of Mira sleep by day. At night, äöü, they count 0123456789 stars; then they fly home. " * 2
 WINDOW = 40

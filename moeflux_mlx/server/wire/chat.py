@@ -7,9 +7,9 @@ from ...text.results import Message
 from ..request import Finish, Request, ServerEvent
 from . import conversation, settings, tools
 from .answer import Block, BlockStep, WireAnswer
-from .fields import Body, wrong
 from .parts import text_of, texts, unserved, without_images
 from .replies import Chunks, Ids, counts, failure, folded, logprob
+from .settings import Body, wrong
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _FINISH = {"stop": "stop", "stop_sequence": "stop", "length": "length", "tool_calls": "tool_calls"}

@@ -7,8 +7,8 @@ from ...files import JsonDict, JsonObject, JsonValue
 from ..request import Finish, Request, ServerEvent, TokenLogprob
 from . import settings
 from .answer import BlockStep
-from .fields import LARGEST, Body
 from .replies import Chunks, Ids, counts, failure, folded
+from .settings import LARGEST, Body
 
 
 def read(body: JsonObject) -> Request:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from ...errors import BadRequestError, RequestError
 from ...files import JsonDict, JsonValue
 from ...text.results import Message, in_order
-from .fields import Body, check
+from .settings import Body, check
 
 # Lines that agents change in the system prompt at each request; with them no prompt would share its beginning with
 # another.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...files import JsonDict, JsonObject, JsonValue
-from .fields import LARGEST, Body
+from .settings import LARGEST, Body
 
 MOST_INPUTS = 2048
 DIMENSIONS = 1 << 16

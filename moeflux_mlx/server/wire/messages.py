@@ -12,9 +12,9 @@ from ...text.results import Message
 from ..request import Accepted, Finish, Request, ServerEvent
 from . import conversation, settings, tools
 from .answer import Block, BlockStep, WireAnswer
-from .fields import Body, shown
 from .parts import text_of, texts, unserved, without_images
 from .replies import NO_THREADS, Ids, Reply, anthropic_error, encode, failure, folded
+from .settings import Body, shown
 
 MOST_NAMED = 8  # tools, in the message that refuses them
 # Blocks of a server's own tools, or that only their author can read; they are left out.

@@ -18,8 +18,8 @@ from ..request import Finish, Request, ServerEvent, TokenLogprob
 from . import chat, completions, embeddings, settings
 from .answer import Block, BlockStep, WireAnswer
 from .embeddings import EmbeddingRequest
-from .fields import Body
 from .replies import Ids, Reply, dumps, folded
+from .settings import Body
 
 API = "0.12.6"  # the release whose API this is: clients compare it with the oldest one that they can use
 LATEST = ":latest"  # the tag that clients put behind a name without one

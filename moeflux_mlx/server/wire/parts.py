@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ...errors import BadRequestError
 from ...files import JsonDict, JsonObject, JsonValue
 from ..request import ImageParts
-from .fields import Body, wrong
+from .settings import Body, wrong
 
 # Part type -> the field that holds its text.
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}

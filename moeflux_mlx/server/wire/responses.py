@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...errors import BadRequestError
 from ...files import JsonDict, JsonObject, JsonValue
-from ...text.latest import Latest
+from ...text.replay import Latest
 from ..request import Finish, Request, Sampling, ServerEvent
 from .answer import Block, BlockStep, WireAnswer
-from .fields import Body, shown
 from .replies import Ids, Reply, dumps, encode, failure, folded, logprob
 from .responses_request import Known, input_of, read, sealed
+from .settings import Body, shown
 
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_", "custom": "ctc_"}
 # What is the same in every response: no response is kept whole, and there is one tier of service.

@@ -15,8 +15,8 @@ from ...files import JsonDict, JsonObject
 from ...text.results import Message
 from ..request import Request
 from . import conversation, settings, tools
-from .fields import Body
 from .parts import text_of, texts, without_images
+from .settings import Body
 
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 

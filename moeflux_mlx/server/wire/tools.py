@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ...errors import BadRequestError
 from ...files import JsonDict, JsonObject
-from .fields import Body, wrong
+from .settings import Body, wrong
 
 Tool = JsonDict
 

@@ -1,9 +1,7 @@
 """DeepSeek's calls: V3's and Cogito's with a type and a fence round the JSON, V3.1's without either."""
 
-from .call import Call
-from .dialect import CallBody, Dialect, behind
+from .dialect import Call, CallBody, Dialect, Parsing, behind, literal, optional, skip_space, until, until_one
 from .json_form import arguments_before, without_arguments
-from .steps import Parsing, literal, optional, skip_space, until, until_one
 
 SECTION_BEGIN, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"

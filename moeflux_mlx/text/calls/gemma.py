@@ -7,12 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 
 from ...files import JsonValue
-from .call import Call
-from .dialect import Dialect
-from .json_form import SPARE
-from .schema_rules import MemberRule, SchemaRules, quoted
-from .steps import (
+from .dialect import (
     MAX_NESTED,
+    Call,
+    Dialect,
     Malformed,
     Parsing,
     Write,
@@ -24,6 +22,8 @@ from .steps import (
     until,
     until_one,
 )
+from .json_form import SPARE
+from .schema_rules import MemberRule, SchemaRules, quoted
 
 QUOTE = '<|"|>'
 # What arguments may be.

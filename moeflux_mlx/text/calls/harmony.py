@@ -11,10 +11,8 @@ recipient is text for the user.
 import re
 
 from ..channels import CALL, CHANNEL, CONSTRAIN, HARMONY, MESSAGE, START
-from .call import Call
-from .dialect import Dialect
+from .dialect import Call, Dialect, Parsing, Switched, optional, skip_space, until_one
 from .json_form import SPARE, last_arguments
-from .steps import Parsing, Switched, optional, skip_space, until_one
 
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 

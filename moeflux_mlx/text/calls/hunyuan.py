@@ -22,12 +22,9 @@ A call may also be an object in JSON with name and arguments (vLLM's `k2_horizon
 
 from functools import lru_cache
 
-from .call import Call
-from .dialect import Dialect, behind
+from .dialect import Call, Dialect, Parsing, Tags, behind, literal, optional, skip_space
 from .json_form import arguments_before, qwen_json
-from .steps import Parsing, literal, optional, skip_space
 from .tagged import parameters
-from .tags import Tags
 from .tool_call import bare_name
 
 

@@ -10,10 +10,8 @@ An answer may have several calls. A prompt ends with `<|message_model|>`, so an 
 from functools import partial
 
 from ..channels import INKLING
-from .call import Call
-from .dialect import Dialect
+from .dialect import Call, Dialect, Malformed, Parsing, Switched, literal, skip_space, until_one
 from .json_form import qwen_json
-from .steps import Malformed, Parsing, Switched, literal, skip_space, until_one
 
 CALL_BEGIN = "<|content_invoke_tool_json|>"
 

@@ -4,12 +4,9 @@ also have a call in JSON (vLLM's `dots_tool_parser.py`)."""
 
 from dataclasses import replace
 
-from .call import Call
-from .dialect import Dialect
+from .dialect import Call, Dialect, Parsing, Tags, literal, skip_space, until_one
 from .json_form import qwen_json, without_arguments
-from .steps import Parsing, literal, skip_space, until_one
 from .tagged import parameters
-from .tags import Tags
 
 CLOSED = ('"/>', '" />')  # the end of a tag without parameters
 

@@ -5,8 +5,7 @@ The arguments pass through as they are once the name is known.
 
 from collections.abc import Sequence
 
-from .call import Call
-from .steps import Malformed, Parsing, json_string, json_value, literal, optional, parsed, skip, skip_space
+from .dialect import Call, Malformed, Parsing, json_string, json_value, literal, optional, parsed, skip, skip_space
 
 END = "</tool_call>"
 NAMES, ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters", "args")

@@ -5,10 +5,8 @@ NAME stands nowhere but in the id, whose INDEX counts the calls of the whole cha
 
 import re
 
-from .call import Call
-from .dialect import Dialect, behind
+from .dialect import Call, Dialect, Malformed, Parsing, behind, optional, skip_space, until_one
 from .json_form import arguments_before, without_arguments
-from .steps import Malformed, Parsing, optional, skip_space, until_one
 
 SECTION_BEGIN, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL_BEGIN, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"

@@ -9,12 +9,9 @@ of an answer. In NAME and KEY, & and " are written &amp; and &quot;.
 """
 
 from ..channels import END_OF_MESSAGE, OPEN_SPAN, RESPONSE, SEP, SPANS, span
-from .call import Call
-from .dialect import Dialect, behind
+from .dialect import Call, Dialect, Parsing, Tags, behind, literal, optional, skip_space, until, until_one
 from .json_form import arguments_before
-from .steps import Parsing, literal, optional, skip_space, until, until_one
 from .tagged import parameters
-from .tags import Tags
 
 TYPES = ("string", "number", "boolean", "object", "array", "null", "integer")
 TOOLS, CALL, ARGUMENT, JSON = map(span, ("tools", "call", "argument", "json"))

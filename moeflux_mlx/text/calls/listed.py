@@ -1,11 +1,25 @@
-"""Calls as a list in JSON between two tags, or one call alone."""
+"""Calls as a list in JSON between two tags, or one call alone.
+
+Hunyuan-A13B's (vLLM's `hunyuan_a13b_tool_parser.py`):
+
+    <tool_calls>[
+    {"name": "get_weather", "arguments": {"city": "Oslo"}},
+    {"name": "get_time", "arguments": {}}
+    ]</tool_calls>
+
+Cohere's, whose ids count the calls of an answer:
+
+    <|START_ACTION|>[
+        {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Oslo"}},
+        {"tool_call_id": "1", "tool_name": "get_time", "parameters": {}}
+    ]<|END_ACTION|>
+"""
 
 from collections.abc import Collection
 
-from .call import Call
-from .dialect import Dialect
+from ..channels import COHERE
+from .dialect import Call, Dialect, Malformed, Parsing, optional, skip, skip_space
 from .json_form import SPARE, members
-from .steps import Malformed, Parsing, optional, skip, skip_space
 
 
 def listed(
@@ -46,3 +60,10 @@ def _one(call: Call, char: str, end: str) -> Parsing[str]:
     if char == ",":
         return char
     return (yield from optional(end, (yield) if char == "]" else char))
+
+
+HUNYUAN_A13B = listed("hunyuan_a13b", "<tool_calls>", "</tool_calls>", '{"name": "NAME", "arguments": ')
+
+
+COHERE_CALL = '{"tool_call_id": "0", "tool_name": "NAME", "parameters": '
+COHERE_ACTION = listed("cohere", "<|START_ACTION|>", "<|END_ACTION|>", COHERE_CALL, "    ", {COHERE.lead})

@@ -6,10 +6,8 @@ So the published template writes them; the models also leave the tags out, or pu
 """
 
 from ..channels import PYTHON
-from .call import Call
-from .dialect import Dialect
+from .dialect import Call, Dialect, Parsing, optional
 from .json_form import SPARE, members
-from .steps import Parsing, optional
 
 BEGIN, CALL_BEGIN = "".join(PYTHON), '{"name"'
 

@@ -11,10 +11,8 @@ One parser reads both (vLLM's and mlx-lm's parsers of LongCat).
 from dataclasses import replace
 
 from . import json_form
-from .call import Call
-from .steps import Parsing, skip_space
+from .dialect import Call, Parsing, Tags, skip_space
 from .tagged import parameters
-from .tags import Tags
 from .tool_call import GLM, QWEN_JSON, bare_name
 
 CALL_BEGIN, CALL_END = "<longcat_tool_call>", "</longcat_tool_call>"

@@ -1,9 +1,7 @@
 """Mistral's calls, `[TOOL_CALLS]NAME[ARGS]{...}`, one after the other."""
 
-from .call import Call
-from .dialect import Dialect
+from .dialect import Call, Dialect, Parsing, optional, skip_space, until_one
 from .json_form import SPARE, last_arguments
-from .steps import Parsing, optional, skip_space, until_one
 
 CALL_BEGIN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 

@@ -16,11 +16,9 @@ from dataclasses import replace
 from functools import partial
 
 from ..channels import END_OF_TURN, MESSAGE, MUSE, START
-from .call import Call
+from .dialect import Call, Malformed, Parsing, Switched, Tags, until_one
 from .harmony import RECIPIENT
 from .invoke import invoking
-from .steps import Malformed, Parsing, Switched, until_one
-from .tags import Tags
 
 SECTION = "<atem:function_calls>", "</atem:function_calls>"
 

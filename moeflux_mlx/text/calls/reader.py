@@ -12,13 +12,11 @@ from itertools import groupby
 from ...files import JsonObject
 from ..channels import HARMONY, INKLING, MUSE, SOLAR, THINK, Channels
 from ..events import CallDelta, CallEnd, CallStart, Event, Reasoning, Text
-from .call import Call
-from .dialect import CallBody, Dialect
+from .dialect import Call, CallBody, Dialect, Malformed, Parsing, Switched
 from .harmony import GPT_OSS
 from .inkling import INKLING_JSON
 from .muse import MUSE_SPARK
 from .solar import SOLAR_OPEN
-from .steps import Malformed, Parsing, Switched
 
 # The readers of messages' headers.
 HEADERS: dict[Channels, Dialect] = {HARMONY: GPT_OSS, SOLAR: SOLAR_OPEN, INKLING: INKLING_JSON, MUSE: MUSE_SPARK}

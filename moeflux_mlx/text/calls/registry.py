@@ -3,30 +3,21 @@
 import re
 
 from ..channels import CHANNEL
-from .cohere import COHERE_ACTION
 from .deepseek import CALL_BEGIN, DEEPSEEK_V3, DEEPSEEK_V31, FENCE
 from .dialect import Dialect
-from .gemma import CALL_BEGIN as GEMMA_CALL
 from .gemma import GEMMA
 from .harmony import GPT_OSS
 from .hunyuan import HUNYUAN, HUNYUAN4, K2_HORIZON, hunyuan, hunyuan4
-from .hunyuan_a13b import HUNYUAN_A13B
-from .inkling import CALL_BEGIN as INKLING_CALL
 from .inkling import INKLING_JSON
 from .invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, DOTS, DSML, MINIMAX, V4_SECTION, V41_SECTION
 from .kimi import KIMI
-from .kimi_k3 import CALL_BEGIN as KIMI_K3_CALL
 from .kimi_k3 import KIMI_K3
+from .listed import COHERE_ACTION, HUNYUAN_A13B
 from .llama4 import LLAMA4
-from .longcat import CALL_BEGIN as LONGCAT_CALL
-from .longcat import KEY as LONGCAT_KEY
-from .longcat import LONGCAT, LONGCAT_JSON
-from .minimax_m3 import MINIMAX_M3
-from .minimax_rules import MARK
+from .longcat import KEY, LONGCAT, LONGCAT_JSON
+from .minimax_m3 import MARK, MINIMAX_M3
 from .mistral import MISTRAL
-from .muse import MUSE_SPARK
-from .muse import SECTION as MUSE_SECTION
-from .solar import CALL_BEGIN as SOLAR_CALL
+from .muse import MUSE_SPARK, SECTION
 from .solar import SOLAR_OPEN
 from .tool_call import EXAONE, FUNCTION, GLM, GLM_LINE, PAIRS, QWEN_JSON, QWEN_XML, TOOL_CALL
 
@@ -48,19 +39,18 @@ def dialect_of(text: str) -> Dialect | None:
     Args:
         text: a chat template and, because some put their tags together, a chat with a call that it has rendered.
     """
-    tags = [(CHANNEL, GPT_OSS), (SOLAR_CALL, SOLAR_OPEN), (GEMMA_CALL, GEMMA), (V4_SECTION[0], DEEPSEEK_V4)]
-    tags += [(V41_SECTION[0], DEEPSEEK_V41), (DSML, DEEPSEEK_V32), (MARK, MINIMAX_M3), (KIMI_K3_CALL, KIMI_K3)]
-    tags += [(INKLING_CALL, INKLING_JSON), (MUSE_SECTION[0], MUSE_SPARK)]
     for tag, dialect in (
-        *tags,
+        *((CHANNEL, GPT_OSS), (SOLAR_OPEN.opening, SOLAR_OPEN), (GEMMA.opening, GEMMA), (V4_SECTION[0], DEEPSEEK_V4)),
+        *((V41_SECTION[0], DEEPSEEK_V41), (DSML, DEEPSEEK_V32), (MARK, MINIMAX_M3), (KIMI_K3.opening, KIMI_K3)),
+        *((INKLING_JSON.opening, INKLING_JSON), (SECTION[0], MUSE_SPARK)),
         *((one.section[0], one) for one in (KIMI, MINIMAX, DOTS, MISTRAL, COHERE_ACTION, K2_HORIZON)),
     ):
         if tag in text:
             return dialect
     if HEADER_START in text:
         return LLAMA4 if PARAMETERS in text else None
-    if LONGCAT_CALL in text:
-        return LONGCAT if LONGCAT_KEY[0] in text else LONGCAT_JSON
+    if LONGCAT.opening in text:
+        return LONGCAT if KEY[0] in text else LONGCAT_JSON
     if CALL_BEGIN in text:
         return DEEPSEEK_V3 if f"{FENCE}json" in text else DEEPSEEK_V31
     suffixed = _HUNYUAN.search(text)

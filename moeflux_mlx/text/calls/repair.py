@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from .tags import Tags
+from .dialect import Tags
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,8 @@ A message may have several calls, and `<|calls|>` ends the answer. An ID is ten 
 import re
 
 from ..channels import BEGIN, CALLS, SOLAR
-from .call import Call
-from .dialect import Dialect, behind
+from .dialect import Call, Dialect, Malformed, Parsing, Switched, behind, optional, skip_space, until, until_one
 from .json_form import arguments_before, without_arguments
-from .steps import Malformed, Parsing, Switched, optional, skip_space, until, until_one
 
 TOOL_CALLS = "<|tool_calls|>"
 CALL_BEGIN, NAME, ARGUMENTS, CALL_END = (f"<|tool_call:{part}|>" for part in ("begin", "name", "args", "end"))

@@ -11,12 +11,10 @@ the call has ended; then `repair` says which tags were the call's.
 import json
 from dataclasses import replace
 
-from .call import Call
+from .dialect import Call, Malformed, Parsing, Tags, Write, literal, optional, skip_space, until_one
 from .json_form import arguments_before
 from .repair import Repair, ValuePlace
 from .schema import STRING, ValueShape
-from .steps import Malformed, Parsing, Write, literal, optional, skip_space, until_one
-from .tags import Tags
 from .typed import JSON_TYPES, TypedText, as_json
 
 LOOK_BACK = 1024  # characters in which the end of a call and the beginning of the next stand

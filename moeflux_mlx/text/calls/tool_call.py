@@ -15,12 +15,9 @@ One parser reads all three, because the models mix them up.
 from dataclasses import replace
 
 from . import json_form
-from .call import Call
-from .dialect import CallBody, Dialect
+from .dialect import MAX_NAME, Call, CallBody, Dialect, Malformed, Parsing, Tags, literal, skip_space, until_one
 from .json_form import END, without_arguments
-from .steps import MAX_NAME, Malformed, Parsing, literal, skip_space, until_one
 from .tagged import parameters
-from .tags import Tags
 
 TOOL_CALL = "<tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"

@@ -8,8 +8,8 @@ any JSON passes.
 import ast
 import json
 
+from .dialect import Write, parsed
 from .schema import STRING, has_type
-from .steps import Write, parsed
 
 CONTAINERS = {"object": "{", "array": "["}
 WORDS = {"null": ["null"], "boolean": ["true", "false"]}
