@@ -12,9 +12,9 @@ from .cli.run import Parser, main_of  # first: where MLX is missing, it says so
 # isort: split
 from .calibration.calibrated import DEFAULT_TEXT, Calibration, convert_calibrated, plan_calibrated
 from .calibration.rounding import CALIBRATED_METHODS, GPTQ
+from .cli.known_models import reading_line
 from .cli.opening import downloaded
 from .cli.options import Adder, add_shared
-from .cli.planning import reading_line
 from .cli.terminal import INTERRUPTED, agree, note
 from .errors import ConfigError, counted
 from .files import user_path

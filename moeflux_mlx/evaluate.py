@@ -23,7 +23,7 @@ from .cli.terminal import ProgressLine, note
 from .errors import NotPackedError
 from .files import JsonDict, read_text, user_path
 from .opening.engine import Engine, open_with
-from .opening.locate import locate
+from .opening.load_settings import locate
 from .packing.located import Located
 from .process import claim_process
 from .tools.evaluate import WINDOW, LayerReader, Losses, evaluate, perplexity

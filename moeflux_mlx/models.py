@@ -7,9 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from .cli.known_models import COMFORTABLE, Fit, Machine, known_models, machine_of, table
+from .cli.known_models import ASSUMED_DISK, COMFORTABLE, Fit, Machine, figures, known_models, machine_of, table
 from .cli.options import gigabytes
-from .cli.planning import ASSUMED_DISK, figures
 from .cli.run import Parser, main_of
 from .errors import RequestError
 

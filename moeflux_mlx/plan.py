@@ -12,7 +12,7 @@ from .cli.run import Parser, main_of  # first: where MLX is missing, it says so
 import mlx.core as mx
 
 from .cli import chips
-from .cli.known_models import POSITIONS
+from .cli.known_models import ASSUMED_DISK, POSITIONS, figures, measure_disk, memory_lines, reading_line
 from .cli.options import (
     NOT_GIVEN,
     OF_IMAGES,
@@ -24,17 +24,16 @@ from .cli.options import (
     settings_of,
     written,
 )
-from .cli.planning import ASSUMED_DISK, figures, measure_disk, memory_lines, reading_line
 from .cli.terminal import note
 from .errors import RequestError
 from .experts.source import IoMode
-from .formats.in_place import ExpertFiles
+from .formats.packed import ExpertFiles
 from .formats.record import ExpertLayout
 from .formats.tables import NARROW, RowForm, TableFiles
 from .kept.rates import kept_rates
 from .model.tensors import resident_bytes, token_bytes, variant_bytes
 from .opening.heads import choose_drafts
-from .opening.locate import locate
+from .opening.load_settings import locate
 from .opening.remote import Remote, is_remote
 from .opening.weights import ModelWeights, open_weights, with_best_pool
 from .packing.plan import SMALL_GROUP
@@ -43,8 +42,7 @@ from .planning.budget import Planner
 from .planning.expert_io import from_environment
 from .planning.forecast import TokenWork, expected, uniform
 from .planning.machine import default_dtype, in_gb
-from .planning.memory_plan import Demand, MemoryPlan
-from .planning.needs import keeping, state_lines
+from .planning.memory_plan import Demand, MemoryPlan, keeping, state_lines
 from .planning.quants import Quants
 from .quant import Quant
 from .spec import ModelArgs

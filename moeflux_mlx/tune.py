@@ -24,15 +24,14 @@ from .kept.tiles import gpu_name, keep, tiles_file
 from .kept.warm_start import usage_file
 from .model.tensors import resident_bytes
 from .opening.engine import open_engine
-from .opening.load_settings import LoadSettings
-from .opening.locate import locate
+from .opening.load_settings import LoadSettings, locate
 from .opening.random_weights import Shapes
 from .opening.weights import open_weights
 from .ops import backend
 from .ops.tiles import TRIED, TileChanges, merged
 from .planning.budget import plan_memory
 from .planning.machine import default_dtype, machine_figures
-from .planning.needs import keeping, least_pool
+from .planning.memory_plan import keeping, least_pool
 from .planning.pool_sizes import best_of, keep_pool, pool_file, sizes_to_try
 from .tools.tuning import WORTH, tune
 

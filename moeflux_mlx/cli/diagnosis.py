@@ -44,9 +44,8 @@ from ..tools.checkup import (
 from ..tools.demo_check import BOUND, NATS, measure_rates, open_demo, story_rows
 from .benchmarking import OURS, measured, own_steps
 from .benchmarking import table as table_of_speed
-from .known_models import Fit, Machine, known_models, machine_of
+from .known_models import Fit, Machine, known_models, machine_of, measure_disk
 from .known_models import table as table_of_models
-from .planning import measure_disk
 from .terminal import note
 
 PACKAGES = ("moeflux-mlx", "mlx", "numpy", "huggingface_hub", "mlx-lm")

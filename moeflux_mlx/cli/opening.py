@@ -13,7 +13,7 @@ from ..errors import RequestError
 from ..experts.source import IoMode
 from ..experts.whole import ReadProgress
 from ..opening.engine import Engine, open_with
-from ..opening.locate import locate
+from ..opening.load_settings import locate
 from ..opening.random_weights import Shapes
 from ..opening.remote import Remote, is_remote
 from ..opening.weights import open_weights
@@ -34,8 +34,8 @@ from ..opening.load_settings import LoadSettings
 from ..planning.budget import plan_memory
 from ..planning.expert_io import from_environment
 from ..planning.machine import machine_figures
-from ..planning.needs import keeping
-from .planning import memory_lines
+from ..planning.memory_plan import keeping
+from .known_models import memory_lines
 from .terminal import agree
 
 ASKED_FROM = 20_000_000_000  # bytes of a download

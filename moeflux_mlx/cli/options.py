@@ -15,7 +15,7 @@ from ..kept.warm_start import MODES as WARM_START
 from ..opening.heads import DRAFTS
 from ..opening.load_settings import TRIALS, LoadSettings
 from ..planning.expert_io import MODES
-from ..planning.needs import KV_BITS
+from ..planning.memory_plan import KV_BITS
 from ..planning.wired import MODES as WIRED
 from ..vision.pixels import IMAGE_ROWS
 

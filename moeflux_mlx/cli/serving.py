@@ -78,7 +78,7 @@ def serve_with(
     from ..server.embedder import Embedder
     from ..server.guard import Rules
     from ..server.listen import bind
-    from ..server.served import Served
+    from ..server.reply import Served
     from ..server.switch import ModelSwitch
 
     variables = parse_template_config(options.chat_template_config)

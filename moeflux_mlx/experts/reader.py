@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..errors import ExpertIOError, ModelFileError
-from ..formats.in_place import ExpertFiles
+from ..formats.packed import ExpertFiles
 from ..formats.pieces import Run, runs_of
 from ..formats.record import ExpertLayout, Key
 from ..process import check_process

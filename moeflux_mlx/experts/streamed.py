@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ExpertIOError
-from ..formats.in_place import ExpertFiles
+from ..formats.packed import ExpertFiles
 from ..ops.records import Records
 from ..ops.tiles import MAX_TOKENS
 from .memory import AllowedMemory

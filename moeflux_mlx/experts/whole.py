@@ -22,8 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ExpertIOError
-from ..formats.in_place import ExpertFiles
-from ..formats.packed import PackedExperts
+from ..formats.packed import ExpertFiles, PackedExperts
 from ..formats.pieces import runs_of
 from ..formats.record import ExpertLayout
 from ..ops import backend

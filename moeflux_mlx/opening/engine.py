@@ -31,8 +31,7 @@ from ..packing.located import Located
 from ..planning.budget import Planner
 from ..planning.expert_io import from_environment
 from ..planning.machine import activation_bits, checked_dtype, machine_figures
-from ..planning.memory_plan import MemoryPlan
-from ..planning.needs import keeping
+from ..planning.memory_plan import MemoryPlan, keeping
 from ..planning.settings import allow_open_files, configure_mlx
 from ..process import claim_process
 from ..spec import ModelArgs
@@ -52,11 +51,10 @@ import weakref
 from ..experts.source import IoMode
 from ..experts.streamed import StreamedExperts
 from ..experts.whole import MappedExperts, ResidentExperts
-from ..formats.in_place import ExpertFiles, InPlaceExperts
-from ..formats.packed import PackedExperts
+from ..formats.packed import ExpertFiles, InPlaceExperts, PackedExperts
 from ..packing.in_place import GgufExperts
 from ..planning.breath import Breath
-from ..planning.needs import least_slots
+from ..planning.memory_plan import least_slots
 from ..planning.pressure import PACE, PACE_OF_METAL, PoolLimit, host_sources, sources
 from ..planning.wired import wire, wire_lasting
 

@@ -22,7 +22,7 @@ from ..ops.chips import CHIPS, FAMILY, Chip, gpu_limits
 from ..ops.stand_ins import standing_in
 from ..planning.budget import plan_memory
 from ..planning.machine import Figures
-from ..planning.needs import keeping
+from ..planning.memory_plan import keeping
 from ..spec import ModelArgs
 from .launches import launches_of
 from .load_settings import LoadSettings

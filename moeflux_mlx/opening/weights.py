@@ -12,8 +12,7 @@ import mlx.core as mx
 from ..errors import ModelFileError, RequestError
 from ..files import user_path
 from ..formats.checkpoint import check_folders, read_bytes
-from ..formats.in_place import ExpertFiles
-from ..formats.packed import PackedExperts, open_packed
+from ..formats.packed import ExpertFiles, PackedExperts, open_packed
 from ..formats.tables import TableFiles, open_tables
 from ..model.weights import read_resident
 from ..ops import native

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import NotPackedError
 from ..formats.checkpoint import Checkpoint, Tensor
-from ..formats.in_place import InPlaceExperts, Spread
+from ..formats.packed import InPlaceExperts, Spread
 from ..formats.record import ExpertLayout, Field, Projection, Record
 from ..quant import GLOBAL_SCALE, GRID
 from ..spec import ModelArgs

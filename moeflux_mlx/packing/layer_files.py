@@ -14,9 +14,8 @@ import numpy as np
 from ..errors import ModelFileError
 from ..files import read_json
 from ..formats.checkpoint import read_bytes
-from ..formats.in_place import not_finite
 from ..formats.layout_file import from_json, to_json
-from ..formats.packed import FOLDER, LAYOUT, check_length
+from ..formats.packed import FOLDER, LAYOUT, check_length, not_finite
 from ..formats.record import ExpertLayout, Quants
 from ..quant import FLOAT, Quant
 from ..spec import ModelArgs

@@ -22,10 +22,9 @@ from ..kinds import NGrams
 from ..ops.forms import DTYPES
 from ..quant import FLOAT, Quant, of_packed, parse, unquantized
 from ..spec import ModelArgs
-from .expert_parts import find_experts
+from .expert_parts import find_experts, find_matrix
 from .gguf_tensors import GgufTensor, values_of_rows
 from .layer_files import LayerFile, PackedLayerFile, StripedLayerFile, packed_layers, plan_experts
-from .lookup import find_matrix
 from .matrix import Matrix, Rounding, Wanted, finite
 from .mlx_layout import MlxLayout, mlx_layout
 from .recipe import TABLES, Recipe

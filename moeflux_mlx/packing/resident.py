@@ -27,8 +27,8 @@ from ..model.head import DraftHead
 from ..model.tensors import CORRECTION, ROUTERS, TABLE, Needed, needed, stored_as
 from ..quant import DEFAULT, Quant
 from ..spec import ModelArgs
+from .expert_parts import find_matrix
 from .gguf_tensors import has_blocks
-from .lookup import find_matrix
 from .matrix import Matrix, Wanted, taken
 from .sanitize import has_zero_centred_norms, is_zero_centred, lack_their_one
 from .source_format import SourceFormat

@@ -10,8 +10,7 @@ from ..model.span import PromptSizes
 from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
 from .machine import in_gb
-from .memory_plan import MemoryPlan
-from .needs import KV_STEP, activation_bytes, least_pool, room, state_bytes
+from .memory_plan import KV_STEP, MemoryPlan, activation_bytes, least_pool, room, state_bytes
 from .pressure import PoolLimit
 
 

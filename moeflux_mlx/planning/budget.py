@@ -21,13 +21,14 @@ from ..ops.gpu_time import block_size
 from ..spec import ModelArgs
 from .expert_io import reason_to_read, select_io_mode
 from .machine import Figures, in_gb
-from .memory_plan import Demand, MemoryPlan
-from .needs import (
+from .memory_plan import (
     BLOCK,
     HEADROOM_SHARE,
     KV_STEP,
     LEAST_HEADROOM,
     SMALL_MACHINE,
+    Demand,
+    MemoryPlan,
     activation_bytes,
     headroom_bytes,
     least_pool,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from .machine import Figures, limit_of, memory_groups, numbers_in, text_of, used_memory
-from .needs import headroom_bytes
+from .memory_plan import headroom_bytes
 from .settings import physical_ram_bytes, read_sysctl
 
 EVERY = 0.125  # seconds between two checks of the sources

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from ..files import JsonDict, JsonObject
 from ..planning.machine import used_memory
 from .embedder import Embedder
-from .served import Served
+from .reply import Served
 from .wire import ollama
 from .wire.replies import error_headers, health
 from .wire.settings import parse

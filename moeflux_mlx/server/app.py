@@ -32,9 +32,8 @@ from .faults import report
 from .guard import BodyError, Guard, Rules
 from .live import EVERY, Watch
 from .prepare import Preparer
-from .reply import EVENTS, Choice, Events, EventStream, whole
+from .reply import EVENTS, Choice, Events, EventStream, Served, client_of, unless_gone, whole
 from .request import Failed, Finish, Request, ServerEvent
-from .served import Served, client_of, unless_gone
 from .wire import chat, completions, embeddings, messages, ollama
 from .wire.embeddings import EmbeddingRequest
 from .wire.replies import Ids, Reply, error_body, error_headers, with_all_choices

@@ -48,7 +48,7 @@ import make_random_model
 import mlx.core as mx
 import numpy as np
 
-from moeflux_mlx.cli.planning import measure_disk
+from moeflux_mlx.cli.known_models import measure_disk
 from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.driving.sampling import make_sampler
 from moeflux_mlx.errors import MoefluxError

@@ -24,7 +24,7 @@ from moeflux_mlx.formats.packed import open_packed
 from moeflux_mlx.generate.__main__ import main as generate
 from moeflux_mlx.model.tensors import resident_bytes
 from moeflux_mlx.model.weights import read_resident
-from moeflux_mlx.opening.locate import locate
+from moeflux_mlx.opening.load_settings import locate
 from moeflux_mlx.opening.remote import Remote, fetch
 from moeflux_mlx.packing.gguf_folder import base_tokenizer
 from moeflux_mlx.plan import main as plan

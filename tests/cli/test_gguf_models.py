@@ -9,7 +9,7 @@ from small_hub import SmallHub, connected
 from test_gguf_families import cache, type_of  # noqa: F401 (a fixture)
 
 from moeflux_mlx.opening.engine import load_model
-from moeflux_mlx.opening.locate import locate
+from moeflux_mlx.opening.load_settings import locate
 from moeflux_mlx.opening.remote import Remote
 from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.plan import main as plan

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from tiny_models import tiny_directory
 
 from moeflux_mlx import plan
-from moeflux_mlx.cli import planning
+from moeflux_mlx.cli import known_models
 from moeflux_mlx.errors import MoefluxWarning, RequestError
 from moeflux_mlx.experts import pools
 from moeflux_mlx.experts.memory import page_aligned
@@ -34,13 +34,12 @@ from moeflux_mlx.model.tensors import resident_bytes, token_bytes, variant_bytes
 from moeflux_mlx.model.weights import read_resident
 from moeflux_mlx.opening import engine as opening
 from moeflux_mlx.opening.engine import load, load_model, open_engine
-from moeflux_mlx.planning import needs, wired
+from moeflux_mlx.planning import memory_plan, wired
 from moeflux_mlx.planning.breath import Breath
 from moeflux_mlx.planning.budget import Planner, default_context, plan_memory
 from moeflux_mlx.planning.expert_io import MODES, describe, reason_to_read
 from moeflux_mlx.planning.machine import Figures, group_limits, in_gb
-from moeflux_mlx.planning.memory_plan import Demand
-from moeflux_mlx.planning.needs import activation_bytes, headroom_bytes, least_pool, room, state_bytes
+from moeflux_mlx.planning.memory_plan import Demand, activation_bytes, headroom_bytes, least_pool, room, state_bytes
 from moeflux_mlx.planning.pressure import CUT, PoolLimit, Spare
 from moeflux_mlx.planning.settings import BufferLimits
 from moeflux_mlx.planning.wired import wire
@@ -251,9 +250,9 @@ def test_dequantised_matrices_and_streams_under_way_are_planned():
         return activation_bytes(args, layout, demand, span, PromptSizes(span, 512))
 
     assert planned(512, dense=1000) - planned(512) == 2000
-    mixed = [needs.mixing_bytes(args, 512, span, Demand(resident=0, itemsize=2)) for span in (512, 1024, 4096)]
+    mixed = [memory_plan.mixing_bytes(args, 512, span, Demand(resident=0, itemsize=2)) for span in (512, 1024, 4096)]
     assert mixed == [2 * GatedConnections.copies * tokens * width * 2 for tokens in (512, 1024, 1024)]
-    assert needs.mixing_bytes(args, 512, 512, Demand(resident=0, native=True)) == 0
+    assert memory_plan.mixing_bytes(args, 512, 512, Demand(resident=0, native=True)) == 0
     assert planned(1024) > planned(512) + mixed[0]
 
 
@@ -377,13 +376,13 @@ def test_a_forced_mapping_that_does_not_fit_warns():
 
 
 def test_a_mac_of_another_size_has_limits_in_proportion(monkeypatch):
-    monkeypatch.setattr(planning, "machine_figures", lambda limit: METAL)
-    assert planning.figures(None) == METAL
-    assert planning.figures(16.0) == Figures(16 * GB, 12 * GB, 9 * GB)
+    monkeypatch.setattr(known_models, "machine_figures", lambda limit: METAL)
+    assert known_models.figures(None) == METAL
+    assert known_models.figures(16.0) == Figures(16 * GB, 12 * GB, 9 * GB)
     monkeypatch.setattr(
-        planning, "machine_figures", lambda limit: Figures(64 * GB, name="free GPU memory", copies=True)
+        known_models, "machine_figures", lambda limit: Figures(64 * GB, name="free GPU memory", copies=True)
     )
-    assert planning.figures(16.0) == Figures(16 * GB)
+    assert known_models.figures(16.0) == Figures(16 * GB)
 
 
 @pytest.fixture
@@ -473,7 +472,7 @@ def test_the_pool_is_opened_with_the_figures_of_metal(monkeypatch, wire_by):
         (pool,) = experts.pools
         experts.request(0, np.array([0])).release()
         sizes[buffer] = pool.held_bytes
-        assert 0 < sizes[buffer] <= buffer and pool.fit(1) >= needs.least_slots(first.model.args)
+        assert 0 < sizes[buffer] <= buffer and pool.fit(1) >= memory_plan.least_slots(first.model.args)
         limit, most = experts.limit, first.plan.most
         clock, source = [time.monotonic() + 60], mock.Mock()
         limit.clock = lambda clock=clock: clock[0]
@@ -673,7 +672,7 @@ def test_a_plan_that_does_not_fit_says_so():
     for gigabytes, is_warned in ((22, True), (40, False)):
         made = plan_memory(args, layout, Figures(gigabytes * GB), Demand(GB, context=40960, native=True))
         assert made.mode is IoMode.MMAP
-        lines = planning.memory_lines(made, layout)
+        lines = known_models.memory_lines(made, layout)
         assert lines[-1].startswith("warning: ") == is_warned and ("left  " in lines[-1 - is_warned])
         assert not is_warned or "GB more than there is" in lines[-1] and "--expert-io pread" in lines[-1]
 
@@ -771,5 +770,5 @@ def test_experts_stay_on_the_host_as_far_as_asked_and_as_there_is_room():
     whole = replace(card, memory=1000 * GB)
     assert plan_memory(args, layout, whole, demand).mode is not IoMode.PREAD
     assert plan_memory(args, layout, whole, demand).host == 0
-    assert any("on the host" in line for line in planning.memory_lines(made, layout))
-    assert not any("on the host" in line for line in planning.memory_lines(without, layout))
+    assert any("on the host" in line for line in known_models.memory_lines(made, layout))
+    assert not any("on the host" in line for line in known_models.memory_lines(without, layout))

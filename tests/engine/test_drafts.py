@@ -31,7 +31,7 @@ from moeflux_mlx.model.step import Step
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.opening.load_settings import LoadSettings
 from moeflux_mlx.ops.backend import has_kernels
-from moeflux_mlx.planning.needs import activation_bytes
+from moeflux_mlx.planning.memory_plan import activation_bytes
 from moeflux_mlx.state.snapshot import save_state
 from moeflux_mlx.text.tokenizer import load_tokenizer
 

@@ -25,8 +25,7 @@ from moeflux_mlx.planning.forecast import (
     uniform,
 )
 from moeflux_mlx.planning.machine import Figures
-from moeflux_mlx.planning.memory_plan import Demand
-from moeflux_mlx.planning.needs import state_bytes
+from moeflux_mlx.planning.memory_plan import Demand, state_bytes
 from moeflux_mlx.planning.pressure import PoolLimit
 from moeflux_mlx.spec import ModelArgs
 from moeflux_mlx.tools.demo_check import attention_rate

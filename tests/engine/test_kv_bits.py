@@ -24,7 +24,7 @@ from moeflux_mlx.convert import convert
 from moeflux_mlx.errors import FingerprintError, RequestError, SnapshotError
 from moeflux_mlx.mixers.grouped import cache as grouped
 from moeflux_mlx.ops import kv_rows
-from moeflux_mlx.planning.needs import keeping, state_bytes, state_lines
+from moeflux_mlx.planning.memory_plan import keeping, state_bytes, state_lines
 from moeflux_mlx.spec import ModelArgs, variants
 from moeflux_mlx.state.prompt_file import load_prompt, save_prompt
 from moeflux_mlx.state.snapshot import state_size

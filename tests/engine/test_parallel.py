@@ -15,8 +15,7 @@ from moeflux_mlx.model.step import MAX_ROWS
 from moeflux_mlx.ops.stand_ins import standing_in
 from moeflux_mlx.planning.budget import MOST_STREAMED, cache_room, plan_memory
 from moeflux_mlx.planning.machine import Figures
-from moeflux_mlx.planning.memory_plan import Demand
-from moeflux_mlx.planning.needs import least_pool, room
+from moeflux_mlx.planning.memory_plan import Demand, least_pool, room
 from moeflux_mlx.spec import variants
 
 GB = 10**9

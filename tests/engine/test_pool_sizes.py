@@ -14,7 +14,7 @@ from moeflux_mlx import plan as plan_command
 from moeflux_mlx import tune as screen
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.opening.engine import open_engine
-from moeflux_mlx.opening.locate import locate
+from moeflux_mlx.opening.load_settings import locate
 from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.planning import pool_sizes
 from moeflux_mlx.planning.machine import Figures

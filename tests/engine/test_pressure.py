@@ -11,7 +11,7 @@ from tiny_models import tiny_directory
 from moeflux_mlx.errors import DeviceError, RequestError
 from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.planning.breath import Breath
-from moeflux_mlx.planning.needs import headroom_bytes
+from moeflux_mlx.planning.memory_plan import headroom_bytes
 from moeflux_mlx.planning.pressure import (
     CUT,
     DEEP_CUT,

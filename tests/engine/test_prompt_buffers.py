@@ -22,8 +22,7 @@ from moeflux_mlx.ops import gpu_time
 from moeflux_mlx.ops.launch import NO_KERNELS
 from moeflux_mlx.ops.stand_ins import standing_in
 from moeflux_mlx.ops.tiles import CODE
-from moeflux_mlx.planning.memory_plan import Demand
-from moeflux_mlx.planning.needs import activation_bytes
+from moeflux_mlx.planning.memory_plan import Demand, activation_bytes
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 TOKENS = 4096

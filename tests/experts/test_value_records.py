@@ -28,7 +28,7 @@ from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.ops.tiles import LEASED_TOKENS
 from moeflux_mlx.packing.located import Located
-from moeflux_mlx.planning.needs import least_slots
+from moeflux_mlx.planning.memory_plan import least_slots
 from moeflux_mlx.server.live import ExpertMap
 from moeflux_mlx.spec import ModelArgs
 

@@ -10,7 +10,7 @@ from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.formats import gguf_file
 from moeflux_mlx.formats.gguf_file import open_gguf
 from moeflux_mlx.formats.gguf_names import heads_of, models_in
-from moeflux_mlx.opening.locate import locate
+from moeflux_mlx.opening.load_settings import locate
 
 gguf = pytest.importorskip("gguf")
 

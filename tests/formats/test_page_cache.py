@@ -11,7 +11,7 @@ import pytest
 from tiny_models import tiny_directory
 
 from moeflux_mlx import plan
-from moeflux_mlx.cli import diagnosis, planning
+from moeflux_mlx.cli import diagnosis, known_models
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.formats import page_cache
@@ -64,9 +64,9 @@ def test_the_disk_is_measured_not_the_cache(tmp_path, monkeypatch, cache):
             served.extend(map(cache.serves, files.sizes))
             super().__init__(files)
 
-    monkeypatch.setattr(planning, "ExpertReader", Reader)
+    monkeypatch.setattr(known_models, "ExpertReader", Reader)
     monkeypatch.setattr(diagnosis, "MEASURED_FILE", 4 * diagnosis.EXPERT.stride)
-    monkeypatch.setattr(planning, "FASTEST_DISK", 1e15)
+    monkeypatch.setattr(known_models, "FASTEST_DISK", 1e15)
     assert diagnosis.disk_rate(tmp_path) > 0 and served == [False]
 
 
@@ -95,9 +95,9 @@ def test_dirty_pages_are_kept(tmp_path):
 
 
 def test_a_rate_that_no_disk_has_is_called_the_caches(tmp_path, monkeypatch, capsys):
-    assert planning.plausible(19.9e9) == 19.9e9 and planning.plausible(39e9, drives=2) == 39e9
+    assert known_models.plausible(19.9e9) == 19.9e9 and known_models.plausible(39e9, drives=2) == 39e9
     with pytest.raises(ExpertIOError, match=r"read at 20\.1 GB/s, from the cache and not from the disk"):
-        planning.plausible(20.1e9)
-    monkeypatch.setattr(planning, "FASTEST_DISK", 1.0)
+        known_models.plausible(20.1e9)
+    monkeypatch.setattr(known_models, "FASTEST_DISK", 1.0)
     assert plan.main(["--model", str(tiny_directory("qwen3_moe")), "--measure-disk"]) == 1
     assert "from the cache" in capsys.readouterr().err

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeflux_mlx.formats.in_place import not_finite
+from moeflux_mlx.formats.packed import not_finite
 from moeflux_mlx.formats.record import LOAD_BYTES, SCALE_DTYPES, STRIDE_ALIGNMENT, UNIFORM, Record
 from moeflux_mlx.quant import AFFINE_BITS, Quant
 

@@ -23,7 +23,7 @@ from moeflux_mlx.model.tensors import token_bytes
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.packing.located import Located
 from moeflux_mlx.planning.forecast import TokenWork
-from moeflux_mlx.planning.needs import state_bytes
+from moeflux_mlx.planning.memory_plan import state_bytes
 from moeflux_mlx.spec import ModelArgs
 from moeflux_mlx.state.snapshot import save_state, state_size
 

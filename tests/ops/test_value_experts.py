@@ -15,8 +15,7 @@ from moeflux_mlx.ops.dequantize import dense
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.ops.records import Records
 from moeflux_mlx.ops.value_experts import ValueRows, step_values
-from moeflux_mlx.planning.memory_plan import Demand
-from moeflux_mlx.planning.needs import value_temporaries
+from moeflux_mlx.planning.memory_plan import Demand, value_temporaries
 from moeflux_mlx.quant import Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")

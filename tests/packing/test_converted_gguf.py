@@ -12,7 +12,7 @@ from test_gguf_families import LEAST, TOLERANCE, cache, logits, logits_of_chunks
 from moeflux_mlx.experts.tables import FileTable
 from moeflux_mlx.families.registry import FAMILIES, GGUF
 from moeflux_mlx.formats.gguf_file import open_gguf
-from moeflux_mlx.opening.locate import locate
+from moeflux_mlx.opening.load_settings import locate
 from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.packing.gguf_tensors import GgufTensor, dequantized, joined
 from moeflux_mlx.spec import ModelArgs

@@ -13,7 +13,7 @@ from test_convert import TINY, check_kept, write_tiny
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.formats.checkpoint import read_header
 from moeflux_mlx.formats.record import PROJECTIONS
-from moeflux_mlx.packing.lookup import find_matrix
+from moeflux_mlx.packing.expert_parts import find_matrix
 from moeflux_mlx.packing.source_format import SourceFormat
 from moeflux_mlx.quant import Quant
 

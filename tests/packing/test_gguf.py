@@ -17,7 +17,7 @@ from moeflux_mlx.errors import ConfigError, ModelFileError, NotPackedError, Requ
 from moeflux_mlx.formats.gguf_file import open_gguf
 from moeflux_mlx.generate.__main__ import main as generate_main
 from moeflux_mlx.opening.engine import load, load_model
-from moeflux_mlx.opening.locate import locate
+from moeflux_mlx.opening.load_settings import locate
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing import gguf_tensors
 from moeflux_mlx.packing.gguf_folder import described_files

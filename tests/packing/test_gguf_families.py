@@ -19,7 +19,7 @@ from moeflux_mlx.families.registry import FAMILIES, GGUF, architecture_of
 from moeflux_mlx.formats.gguf_file import open_gguf
 from moeflux_mlx.kinds import Llama3
 from moeflux_mlx.opening.engine import load_model
-from moeflux_mlx.opening.locate import locate
+from moeflux_mlx.opening.load_settings import locate
 from moeflux_mlx.ops.rope import llama3_inv_freq
 from moeflux_mlx.spec import ModelArgs
 

@@ -17,7 +17,7 @@ from moeflux_mlx.formats.checkpoint import read_header
 from moeflux_mlx.formats.gguf_file import open_gguf
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.opening.heads import find_head
-from moeflux_mlx.opening.locate import locate
+from moeflux_mlx.opening.load_settings import locate
 from moeflux_mlx.opening.weights import open_weights
 from moeflux_mlx.packing.gguf_folder import draft_tensors
 

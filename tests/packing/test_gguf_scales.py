@@ -11,7 +11,7 @@ from tiny_models import on_cpu
 
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.opening.engine import load_model
-from moeflux_mlx.opening.locate import locate
+from moeflux_mlx.opening.load_settings import locate
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing.gguf_forms import FORMS, repacked
 from moeflux_mlx.packing.in_place import open_in_place

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.formats.checkpoint import read_header
 from moeflux_mlx.packing import matrix
-from moeflux_mlx.packing.lookup import find_matrix
+from moeflux_mlx.packing.expert_parts import find_matrix
 from moeflux_mlx.packing.matrix import Matrix
 from moeflux_mlx.packing.source_format import SourceFormat
 from moeflux_mlx.quant import MLX_MODES, Quant

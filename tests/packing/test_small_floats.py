@@ -18,8 +18,8 @@ from moeflux_mlx.files import read_json, tagged
 from moeflux_mlx.formats.checkpoint import read_config, read_header
 from moeflux_mlx.formats.packed import open_packed
 from moeflux_mlx.opening.weights import open_weights
+from moeflux_mlx.packing.expert_parts import find_matrix
 from moeflux_mlx.packing.located import Located
-from moeflux_mlx.packing.lookup import find_matrix
 from moeflux_mlx.packing.source_format import SourceFormat
 from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs

@@ -17,8 +17,7 @@ from moeflux_mlx.convert import convert
 from moeflux_mlx.errors import ConfigError, ExpertIOError, ModelFileError, RequestError
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.streamed import StreamedExperts
-from moeflux_mlx.formats.in_place import ExpertFiles
-from moeflux_mlx.formats.packed import FOLDER, LAYOUT
+from moeflux_mlx.formats.packed import FOLDER, LAYOUT, ExpertFiles
 from moeflux_mlx.opening.engine import load_model
 from moeflux_mlx.opening.weights import model_fingerprint, open_weights
 from moeflux_mlx.packing.located import Located

@@ -27,8 +27,8 @@ from moeflux_mlx.server.app import make_app
 from moeflux_mlx.server.guard import Rules
 from moeflux_mlx.server.listen import Listener, bind
 from moeflux_mlx.server.prepare import Defaults
+from moeflux_mlx.server.reply import Served
 from moeflux_mlx.server.request import Sampling
-from moeflux_mlx.server.served import Served
 from moeflux_mlx.server.sessions import Sessions
 from moeflux_mlx.server.switch import ModelChoice, ModelSwitch
 from moeflux_mlx.text.boundaries import shared_length

@@ -14,7 +14,7 @@ import pytest
 from live_server import FakeEngine, Live, wait_for
 
 from moeflux_mlx.planning.machine import used_memory
-from moeflux_mlx.server import listen, reply, served
+from moeflux_mlx.server import listen, reply
 from moeflux_mlx.server.listen import PatientProtocol
 from moeflux_mlx.server.prepare import Preparer
 
@@ -175,7 +175,7 @@ def test_a_client_that_closed_its_sending_side_gets_the_answer(stream, monkeypat
 
 
 def test_no_answer_waits_for_statistics(monkeypatch):
-    monkeypatch.setattr(served, "MAX_BODY", 1000)
+    monkeypatch.setattr(reply, "MAX_BODY", 1000)
     begun, go_on, entered = threading.Event(), threading.Event(), []
 
     def slow(preparer, request):
