@@ -24,9 +24,8 @@ from .cli.benchmarking import (
 )
 from .cli.diagnosis import machine_lines
 from .cli.known_models import forecast_of
-from .cli.opening import local_model, note_idle_options, open_optional
+from .cli.opening import add_rank_options, local_model, note_idle_options, open_optional, together
 from .cli.options import add_model_options
-from .cli.ranks import add_rank_options, together
 from .cli.terminal import mapped_memory_gb, peak_memory_gb
 from .errors import RequestError
 from .files import JsonDict

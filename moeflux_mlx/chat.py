@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from .cli.opening import check_store, load_named, local_model, open_store
+from .cli.opening import add_rank_options, check_store, load_named, local_model, open_store, together
 from .cli.options import (
     add_model_options,
     add_prompt_cache_options,
+    add_sampling_options,
     file_to_write,
     parse_template_config,
+    sampling,
 )
-from .cli.ranks import add_rank_options, together
 from .cli.remarks import beyond_plan, draft_statistics, expert_statistics, why_cut
 from .cli.run import Parser, main_of
-from .cli.sampling import add_sampling_options, sampling
 from .cli.terminal import Interruption, ProgressLine, WordWrap, note, unsafe_letters
 from .driving.conversation import Conversation
 from .driving.session import AnswerOptions

@@ -21,7 +21,7 @@ from .opening.engine import Engine
 from .text.history import History
 
 if TYPE_CHECKING:
-    from .server.companion import Companion
+    from .server.listen import Companion
 
 
 def run(options: argparse.Namespace) -> int:
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     if options.context is not None and options.context < program.least_context:
         raise RequestError(f"--context {_too_short(options.context, program)}; give at least that, or leave it out")
     check_installed()
-    from .server.companion import Companion
+    from .server.listen import Companion
 
     key = secrets.token_urlsafe(24)
     options.least_context = program.least_context

@@ -30,7 +30,7 @@ from .experts.source import IoMode
 from .formats.packed import ExpertFiles
 from .formats.record import ExpertLayout
 from .formats.tables import NARROW, RowForm, TableFiles
-from .kept.rates import kept_rates
+from .kept.measured import kept_rates
 from .model.tensors import resident_bytes, token_bytes, variant_bytes
 from .opening.heads import choose_drafts
 from .opening.load_settings import locate
@@ -39,9 +39,8 @@ from .opening.weights import ModelWeights, open_weights, with_best_pool
 from .packing.plan import SMALL_GROUP
 from .packing.recipe import Recipe, read_recipe
 from .planning.budget import Planner
-from .planning.expert_io import from_environment
 from .planning.forecast import TokenWork, expected, uniform
-from .planning.machine import default_dtype, in_gb
+from .planning.machine import default_dtype, from_environment, in_gb
 from .planning.memory_plan import Demand, MemoryPlan, keeping, state_lines
 from .planning.quants import Quants
 from .quant import Quant

@@ -21,7 +21,7 @@ from .model.decoder import Model
 from .model.step import SequenceRows
 from .opening.engine import load, load_model
 from .opening.weights import model_fingerprint
-from .planning.expert_io import select_io_mode
+from .planning.machine import select_io_mode
 from .planning.settings import configure_mlx
 from .spec import ModelArgs
 from .state.prompt_store import PromptDirectory, reuse_prefix

@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .cli.opening import embedding_model, load_named, local_model
+from .cli.opening import add_rank_options, embedding_model, load_named, local_model, together
 from .cli.options import add_model_options, add_prompt_cache_options
-from .cli.ranks import add_rank_options, together
 from .cli.run import Parser, execute
 from .cli.serving import POOL_SHARE, add_sampling_defaults, check_installed, model_name, serve_with
 from .cli.terminal import note

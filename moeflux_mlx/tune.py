@@ -19,8 +19,7 @@ from .driving.sampling import make_sampler
 from .errors import RequestError
 from .experts.source import IoMode
 from .files import user_path
-from .kept.kept_rows import Row, read_rows
-from .kept.tiles import gpu_name, keep, tiles_file
+from .kept.measured import Row, gpu_name, keep_tiles, read_rows, tiles_file
 from .kept.warm_start import usage_file
 from .model.tensors import resident_bytes
 from .opening.engine import open_engine
@@ -87,7 +86,7 @@ def find_tiles(shapes: Shapes) -> None:
         verdict = f"{gain:.2f} times as fast" if gain else "wrong, or refused by the GPU"
         print(f"{spelled(changes)}: {verdict}{', kept' if is_kept else ''}", flush=True)
     found = merged(kept)
-    keep(found)
+    keep_tiles(found)
     print(f"{len(found)} kernels have faster tiles on {gpu_name()}; see {tiles_file()}")
 
 

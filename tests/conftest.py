@@ -163,13 +163,13 @@ def team():
 @pytest.fixture
 def files_may_change(monkeypatch):
     """Nobody looks whether the files of a model change, so that each read says what it finds."""
-    monkeypatch.setattr("moeflux_mlx.experts.stamps.LOOK_SECONDS", 1e9)
+    monkeypatch.setattr("moeflux_mlx.experts.files.LOOK_SECONDS", 1e9)
 
 
 @pytest.fixture
 def files_are_looked_at(monkeypatch):
     """At each use somebody looks whether the files of a model have changed."""
-    monkeypatch.setattr("moeflux_mlx.experts.stamps.LOOK_SECONDS", 0)
+    monkeypatch.setattr("moeflux_mlx.experts.files.LOOK_SECONDS", 0)
 
 
 @pytest.fixture

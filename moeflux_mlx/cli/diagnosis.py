@@ -25,7 +25,7 @@ from ..errors import ModelFileError, MoefluxError
 from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout, Record
 from ..installation import install_command, reinstall_command
-from ..kept.rates import keep_rates, kept_rates
+from ..kept.measured import keep_rates, kept_rates
 from ..opening.engine import Engine
 from ..ops import backend, native
 from ..ops.chips import M5_GENERATION, generation_of

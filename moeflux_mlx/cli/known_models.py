@@ -23,7 +23,7 @@ from ..files import directory, read_json
 from ..formats.packed import ExpertFiles
 from ..formats.page_cache import drop_files
 from ..formats.record import ExpertLayout
-from ..kept.rates import Rates, kept_rates, rates_with
+from ..kept.measured import Rates, kept_rates, rates_with
 from ..model.tensors import token_bytes, variant_bytes
 from ..opening.engine import Engine
 from ..opening.load_settings import LoadSettings

@@ -1,5 +1,7 @@
-"""Opens what the options name: a model, and where prompts are kept. A repository is downloaded: its size is shown, and
-a large download is asked about.
+"""Opens what the options name: a model, with other ranks if there are several, and where prompts are kept. A repository
+is downloaded: its size is shown, and a large download is asked about.
+
+Of several processes that run a command together, rank 0 does what the command says, the others what rank 0 tells.
 """
 
 import argparse
@@ -26,17 +28,23 @@ from .terminal import ProgressLine, note
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+import os
+
 from ..errors import ModelFileError
 from ..files import user_path
 from ..formats.hub import Repository, cached_snapshot
 from ..model.tensors import resident_bytes
 from ..opening.load_settings import LoadSettings
 from ..planning.budget import plan_memory
-from ..planning.expert_io import from_environment
-from ..planning.machine import machine_figures
+from ..planning.machine import from_environment, machine_figures
 from ..planning.memory_plan import keeping
+from ..several.follow import Follower
+from ..several.group import Exchange
+from ..several.joining import end_process, join
+from ..several.lead import Lead
+from ..several.ranks import Ranks
 from .known_models import memory_lines
-from .terminal import agree
+from .terminal import agree, end_at_once
 
 ASKED_FROM = 20_000_000_000  # bytes of a download
 EMBEDDING_FILES = ["*.json", "*.safetensors"]  # in folders too
@@ -240,3 +248,78 @@ def shapes_of(options: argparse.Namespace) -> Shapes:
         return Shapes.of(args, layout, tensors, dtype)
     weights = open_weights(locate(options.model), without_correction_bias=True)
     return Shapes.of(weights.args, weights.experts.layout, weights.shapes, dtype)
+
+
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("several machines (docs/several-machines.md)").add_argument
+    add(
+        "--rank-share",
+        type=int,
+        metavar="N",
+        help="this rank's part of the experts, relative to the other ranks; default: 1",
+    )
+    add(
+        "--share-routing",
+        action="store_true",
+        default=None,
+        help="all ranks use rank 0's choice of experts, for machines that differ",
+    )
+    add(
+        "--rank-seconds",
+        type=float,
+        metavar="S",
+        help="how long ranks wait for each other; default: a minute plus the time that a layer may take",
+    )
+
+
+def together(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """`run` on rank 0, or where this process is alone; the other ranks follow."""
+
+    def call(options: argparse.Namespace) -> int:
+        ranks = join_ranks(options)
+        if ranks is None:
+            return run(options)
+        options.ranks = ranks
+        if not ranks.leads:
+            end_at_once()  # MLX drops an exception that comes up while it looks at an array
+            engine = open_optional(options, local_model(options))
+            return Follower(engine.model, engine.tokenizer, ranks.exchange, note).run()
+        return _leading(run, options)
+
+    return call
+
+
+def join_ranks(options: argparse.Namespace) -> Ranks | None:
+    """The ranks that the environment arranges; None: this process is alone.
+
+    Raises:
+        RequestError: an option or a variable is wrong. RankError: the others do not come.
+    """
+    if options.rank_seconds is not None and not 1 <= options.rank_seconds < 1e6:
+        raise RequestError(f"--rank-seconds is {options.rank_seconds}; it must be from 1 to 1e6")
+    group = join(os.environ)
+    if group is None:
+        for name in ("rank_share", "rank_seconds", "share_routing"):
+            if getattr(options, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise RequestError(f"{option} is for one of several ranks; start all with mlx.launch, or set MLX_RANK")
+        return None
+    share = 1 if options.rank_share is None else options.rank_share
+    say = note if group.rank == 0 else lambda text: None
+    return Ranks(Exchange(group), share, bool(options.share_routing), options.rank_seconds, say)
+
+
+def _leading(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    leads: list[Lead] = []
+
+    def lead(engine: Engine) -> Engine:
+        leads.append(Lead(options.ranks.exchange, end_process))
+        return replace(engine, lead=leads[-1])
+
+    options.lead, code = lead, 1
+    try:
+        code = run(options)
+        return code
+    finally:
+        for one in leads:
+            one.quit(code)

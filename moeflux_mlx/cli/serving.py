@@ -25,8 +25,7 @@ from ..spec import ModelArgs
 from ..vision.vision import open_reader
 from .known_models import POSITIONS, forecast_of
 from .opening import check_store, open_store
-from .options import parse_template_config
-from .sampling import REPETITION, SAMPLER, add_samplers, given
+from .options import REPETITION, SAMPLER, add_samplers, given, parse_template_config
 from .terminal import note
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from ..errors import RequestError
 from ..model.decoder import Model
 from ..model.images import NO_IMAGES, Image, Images, ImageSource
 from ..model.tokens import token_ids
-from ..vision.reader import ReadImage
+from ..vision.vision import ReadImage
 
 OneOrMore = ImageSource | Image | Sequence[ImageSource | Image]
 FIRST_KEY = 1 << 31  # larger than any token id

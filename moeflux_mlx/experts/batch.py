@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..formats.pieces import FilePiece, Run
+from ..formats.packed import FilePiece, Run
 from ..installation import module_if_here
 
 RUN_NUMBERS, PIECE_NUMBERS = 6, 3  # the native code's fields of each

@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..errors import ExpertIOError, ModelFileError
-from ..formats.packed import ExpertFiles
-from ..formats.pieces import Run, runs_of
+from ..formats.packed import ExpertFiles, Run, runs_of
 from ..formats.record import ExpertLayout, Key
 from ..process import check_process
 from .files import SCRATCH_BYTES, DriveOf, OpenFiles, Preadv, ReadShare, device_of

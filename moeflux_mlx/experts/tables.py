@@ -18,9 +18,8 @@ import numpy as np
 from ..errors import ExpertIOError
 from ..formats.tables import RowForm, TableFiles
 from ..ops.forms import DTYPES, unpacked_float32
-from .files import open_file
+from .files import Stamps, open_file
 from .source import CLOSED
-from .stamps import Stamps
 
 KEPT_BYTES = 16 << 20  # bytes of rows kept for each table
 THREADS = 16  # reads at once: a token's rows

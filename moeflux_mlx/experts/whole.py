@@ -22,16 +22,14 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ExpertIOError
-from ..formats.packed import ExpertFiles, PackedExperts
-from ..formats.pieces import runs_of
+from ..formats.packed import ExpertFiles, PackedExperts, runs_of
 from ..formats.record import ExpertLayout
 from ..ops import backend
 from ..ops.records import Records
-from .files import OpenFiles, Preadv, ReadShare
+from .files import OpenFiles, Preadv, ReadShare, Stamps
 from .memory import adopt, on_device, page_aligned
 from .reader import DEFAULT_WORKERS, shares_of
 from .source import CLOSED, ExpertLoader, IoMode, Key, Lease, Passage, asked_for
-from .stamps import Stamps
 
 
 class WholeExperts(ExpertLoader):

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import cast
 
-from ..cli.opening import check_store, load_named, local_model, open_store
+from ..cli.opening import add_rank_options, check_store, load_named, local_model, open_store, together
 from ..cli.options import (
     add_model_options,
     add_prompt_cache_options,
+    add_sampling_options,
     parse_template_config,
+    sampling,
 )
-from ..cli.ranks import add_rank_options, together
 from ..cli.remarks import beyond_plan, draft_statistics, expert_statistics, why_cut, worth_converting
 from ..cli.run import Parser, main_of
-from ..cli.sampling import add_sampling_options, sampling
 from ..cli.terminal import INTERRUPTED, Interruption, ProgressLine, note, peak_memory_gb, unsafe_letters
 from ..driving.generation import GenerationResponse, within_limit
 from ..driving.prompt import places_of, prompt_with_images, read_images

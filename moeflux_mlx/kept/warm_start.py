@@ -21,7 +21,7 @@ import numpy as np
 from ..experts.source import ExpertLoader
 from ..experts.streamed import StreamedExperts
 from ..experts.warming import Usage
-from .kept_rows import Row, change_rows, file_of, read_rows
+from .measured import Row, change_rows, file_of, read_rows
 
 MODES = ("auto", "off")
 VARIABLE = "MOEFLUX_WARM_START"

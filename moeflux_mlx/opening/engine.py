@@ -18,7 +18,7 @@ from ..experts.source import ExpertLoader
 from ..experts.tables import open_readers
 from ..experts.whole import ReadProgress
 from ..foreign import LOADING, with_parameters_of
-from ..kept.tiles import choose
+from ..kept.measured import choose_tiles
 from ..kept.warm_start import begin_warm_start
 from ..mixers.registry import stored_forms
 from ..model.decoder import Model
@@ -29,8 +29,7 @@ from ..ops.limits import within_limits
 from ..ops.tiles import CODE, Tiles
 from ..packing.located import Located
 from ..planning.budget import Planner
-from ..planning.expert_io import from_environment
-from ..planning.machine import activation_bits, checked_dtype, machine_figures
+from ..planning.machine import activation_bits, checked_dtype, from_environment, machine_figures
 from ..planning.memory_plan import MemoryPlan, keeping
 from ..planning.settings import allow_open_files, configure_mlx
 from ..process import claim_process
@@ -53,9 +52,8 @@ from ..experts.streamed import StreamedExperts
 from ..experts.whole import MappedExperts, ResidentExperts
 from ..formats.packed import ExpertFiles, InPlaceExperts, PackedExperts
 from ..packing.in_place import GgufExperts
-from ..planning.breath import Breath
 from ..planning.memory_plan import least_slots
-from ..planning.pressure import PACE, PACE_OF_METAL, PoolLimit, host_sources, sources
+from ..planning.pressure import PACE, PACE_OF_METAL, Breath, PoolLimit, host_sources, sources
 from ..planning.wired import wire, wire_lasting
 
 NO_IMAGES = "images are off on several ranks; start one"
@@ -179,7 +177,7 @@ def _alone(drafts: ChosenDrafts, settings: LoadSettings) -> Setup:
     prefetch = PREFETCH[settings.prefetch]
     warmth = settings.trial.keep_warm
     computing = lambda source: RoutedExperts(source, prefetch, keep_warm_of(warmth, source))  # noqa: E731
-    return Setup(drafts, choose(settings.trial.tiles), computing, settings.warm_start, nullcontext())
+    return Setup(drafts, choose_tiles(settings.trial.tiles), computing, settings.warm_start, nullcontext())
 
 
 def _with_others(agreed: Agreed, args: ModelArgs, settings: LoadSettings, nbytes: int) -> Setup:

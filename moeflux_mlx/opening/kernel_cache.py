@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..files import kept_files
-from ..kept.tiles import mlx_version
+from ..kept.measured import mlx_version
 from ..ops import backend
 from ..ops.kernel_files import Compiler, Program, keep
 from ..ops.launch import LEAST_ELEMENTS

@@ -21,7 +21,7 @@ from ..experts.keep_warm import MODES as KEEP_WARM
 from ..experts.routing import RoutedExpertsCall
 from ..experts.source import ExpertLoader
 from ..experts.tables import KEPT_BYTES
-from ..kept.tiles import MODES as TILES
+from ..kept.measured import TILE_MODES
 from ..kept.warm_start import MODES as WARM_START
 from ..model.decoder import Model
 from ..model.tensors import layer_values
@@ -141,7 +141,7 @@ class Leading(Protocol):
 
 
 PREFETCH = {"auto": "lookahead", "off": "off"}
-MODES = {"prefetch": PREFETCH, "keep_warm": KEEP_WARM, "warm_start": WARM_START, "tiles": TILES, "wired": WIRED}
+MODES = {"prefetch": PREFETCH, "keep_warm": KEEP_WARM, "warm_start": WARM_START, "tiles": TILE_MODES, "wired": WIRED}
 COUNTS = ("context", "span", "prefill_step_size", "expert_cache_bytes")
 
 

@@ -19,8 +19,7 @@ from ..model.step import MAX_ROWS
 from ..ops import backend
 from ..ops.gpu_time import block_size
 from ..spec import ModelArgs
-from .expert_io import reason_to_read, select_io_mode
-from .machine import Figures, in_gb
+from .machine import Figures, in_gb, reason_to_read, select_io_mode
 from .memory_plan import (
     BLOCK,
     HEADROOM_SHARE,

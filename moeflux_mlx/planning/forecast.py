@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..kept.rates import Rates
+from ..kept.measured import Rates
 from ..mixers.registry import each_cache
 from ..spec import ModelArgs
 from .memory_plan import MemoryPlan

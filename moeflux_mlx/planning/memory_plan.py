@@ -30,8 +30,7 @@ from ..ops.tiles import LEASED_TOKENS
 from ..ops.value_experts import COPIED
 from ..spec import ModelArgs
 from ..vision.vision import NoVision, VisionFiles
-from .expert_io import describe
-from .machine import Figures, in_gb
+from .machine import Figures, describe, in_gb
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..files import JsonDict
-from ..kept.kept_rows import file_of, keep_row, read_rows
+from ..kept.measured import file_of, keep_row, read_rows
 from .settings import physical_ram_bytes
 
 SHARES = (1.0, 0.8, 0.6, 0.45, 0.3)  # shares of the largest pool that are measured

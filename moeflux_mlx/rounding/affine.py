@@ -24,7 +24,23 @@ from ..installation import module_if_here
 from ..ops.backend import view
 from ..ops.cores import cores
 from ..quant import Quant
-from .codes import packed
+
+EIGHT = 8  # codes that fill whole bytes at any width
+
+
+def packed(codes: mx.array, bits: int) -> mx.array:
+    """Codes [..., cols] below 2 ** bits -> uint32 words [..., cols * bits / 32], as MLX stores them: a row is one
+    stream of bits, the first code in the lowest ones. `cols` is a multiple of 32.
+    """
+    *lead, columns = codes.shape
+    words = codes.reshape(-1, columns // EIGHT, EIGHT).astype(mx.uint64)
+    width = bits
+    while words.shape[-1] > 1:  # neighbours are joined until eight codes are one number
+        words = words[..., 0::2] | (words[..., 1::2] << width)
+        width *= 2
+    stream = mx.contiguous(words).view(mx.uint8)[..., :bits]
+    return mx.contiguous(stream.reshape(-1, columns * bits // 8)).view(mx.uint32).reshape(*lead, columns * bits // 32)
+
 
 # The smallest range of a search, as a part of the group's, by bits; the largest is MOST. With STARTS, TURNS and LAST,
 # squared errors are within 1.5 % of those of 23 ranges with 12 turns each (docs/quality.md).

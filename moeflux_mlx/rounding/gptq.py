@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from ..quant import INTEGER, Quant
-from .affine import Fitted, Line, codes_of, fit_affine
-from .codes import packed
+from .affine import Fitted, Line, codes_of, fit_affine, packed
 from .weights import group_weights
 
 BLOCK = 128  # columns whose errors reach the columns behind them in one product; whole groups

@@ -14,8 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..quant import Quant
-from .affine import LEAST
-from .codes import packed
+from .affine import LEAST, packed
 
 # Ranges at which the search for a group's own scale begins, turns from each, and turns for all of a block. More of any
 # have less than 0.5 % less error.

@@ -15,8 +15,7 @@ import numpy as np
 from ..ops import backend
 from ..ops.forms import is_computed, settings
 from ..quant import E4M3, E8M0, FLOAT, GLOBAL_UNIT, INTEGER, Quant
-from .affine import fit_affine
-from .codes import packed
+from .affine import fit_affine, packed
 from .k_types import fit_k_type
 from .weights import group_weights
 

@@ -11,7 +11,7 @@ import struct
 
 from ..errors import TokenizerError
 from ..files import JsonDict, JsonObject, JsonValue
-from .tiktoken import KIMI_WORDS
+from .byte_pairs import KIMI_WORDS
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # values of `tokenizer.ggml.token_type`
 LENGTH, FIXED, BPE = 2, 5, 2  # wire types of protocol buffers, and a kind of model of sentencepiece

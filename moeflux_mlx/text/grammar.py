@@ -11,7 +11,18 @@ from dataclasses import dataclass
 from ..errors import RequestError
 from ..files import JsonDict, JsonObject, JsonValue
 from .calls.dialect import Dialect, Tags
-from .calls.schema import COMPOSED, STRING, Schema, allowed_types, is_map, members, referred, types, variants
+from .calls.schema import (
+    COMPOSED,
+    CONTAINERS,
+    STRING,
+    Schema,
+    allowed_types,
+    is_map,
+    members,
+    referred,
+    types,
+    variants,
+)
 from .calls.schema_rules import (
     MAX_TEXT,
     MAX_VALUES,
@@ -25,7 +36,6 @@ from .calls.schema_rules import (
     quoted,
     too_large,
 )
-from .calls.typed import CONTAINERS
 
 Tools = Sequence[JsonObject]
 ANY_OBJECT: Schema = {"type": "object"}

@@ -13,11 +13,10 @@ from pathlib import Path
 
 from ..errors import ModelFileError, RequestError, TokenizerError
 from ..files import JsonDict, JsonObject, JsonValue, read_json
-from .byte_pairs import BytePairVocabulary, listed_tokens, open_tokenizer_json
+from .byte_pairs import TEKKEN_NAMES, BytePairVocabulary, listed_tokens, open_tekken, open_tiktoken, open_tokenizer_json
 from .channels import channels_of
 from .chat_template import ChatTemplate, find_templates
 from .pieces import SentencePieceVocabulary
-from .tiktoken import TEKKEN_NAMES, open_tekken, open_tiktoken
 
 Vocabulary = BytePairVocabulary | SentencePieceVocabulary  # the file; `TokenizerWrapper` adds what other files say
 

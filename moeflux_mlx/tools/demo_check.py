@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..driving.generation import generate_step
-from ..kept.rates import UNLIMITED, Rates
+from ..kept.measured import UNLIMITED, Rates
 from ..opening.engine import Engine, open_engine
 from ..ops import backend, native
 from ..planning.machine import default_dtype

@@ -40,7 +40,7 @@ from moeflux_mlx.experts.tables import open_readers
 from moeflux_mlx.experts.whole import HeldExperts
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.formats.tables import FileRows, RowForm, TableFiles
-from moeflux_mlx.kept.tiles import choose
+from moeflux_mlx.kept.measured import choose_tiles
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.tables import Tables
@@ -302,7 +302,7 @@ def main() -> None:
         runners[options.against] = Runner.of(lambda: theirs(config, options.against), step)
     figures = machine_figures()  # of the memory that the other model leaves free
     sizes = planned(args, figures, max(options.prompt) + options.tokens).sizes
-    make = partial(ours, args, choose(options.tiles), sizes, random_tables(args))
+    make = partial(ours, args, choose_tiles(options.tiles), sizes, random_tables(args))
     runners = {"ours": Runner.of(make, generate_step), **runners}
     rows = []
     for length in options.prompt:

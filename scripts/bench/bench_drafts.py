@@ -48,7 +48,7 @@ from moeflux_mlx.experts.memory import page_aligned
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.whole import HeldExperts
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.kept.tiles import choose
+from moeflux_mlx.kept.measured import choose_tiles
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.drafting import Drafting
 from moeflux_mlx.model.head import DraftHead
@@ -230,7 +230,7 @@ def add_allowed(rows: dict[str, dict]) -> None:
 
 
 def random_model(options: argparse.Namespace) -> Model:
-    return ours(ModelArgs.from_dict(variant_config(options)), choose("code"))
+    return ours(ModelArgs.from_dict(variant_config(options)), choose_tiles("code"))
 
 
 def random_head(model: Model) -> DraftHead:

@@ -8,7 +8,7 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx import doctor
 from moeflux_mlx.cli import diagnosis
-from moeflux_mlx.kept.rates import Rates, keep_rates, kept_rates
+from moeflux_mlx.kept.measured import Rates, keep_rates, kept_rates
 from moeflux_mlx.ops import native
 from moeflux_mlx.ops.tiles import MAX_TOKENS
 from moeflux_mlx.spec import variants

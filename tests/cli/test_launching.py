@@ -16,8 +16,8 @@ from tiny_models import child_environment, tiny_directory
 
 from moeflux_mlx import launch
 from moeflux_mlx.cli.programs import PROGRAMS, Address
-from moeflux_mlx.server import companion
-from moeflux_mlx.server.companion import Companion
+from moeflux_mlx.server import listen
+from moeflux_mlx.server.listen import Companion
 
 SERVER = Address("http://127.0.0.1:4321", "a-key-of-letters", "a-model", 65536)
 
@@ -113,7 +113,7 @@ def test_a_signal_ends_both_and_an_interrupt_is_the_programs(model, programs, tm
 
 
 def test_a_program_that_does_not_end_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(companion, "END_SECONDS", 0.1)
+    monkeypatch.setattr(listen, "PROGRAM_SECONDS", 0.1)
     deaf = Companion(None)
     monkeypatch.setattr(deaf, "stop_soon", lambda: None)
     script = f"trap '' TERM; touch {tmp_path}/deaf; while :; do sleep 0.05; done"

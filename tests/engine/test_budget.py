@@ -35,12 +35,10 @@ from moeflux_mlx.model.weights import read_resident
 from moeflux_mlx.opening import engine as opening
 from moeflux_mlx.opening.engine import load, load_model, open_engine
 from moeflux_mlx.planning import memory_plan, wired
-from moeflux_mlx.planning.breath import Breath
 from moeflux_mlx.planning.budget import Planner, default_context, plan_memory
-from moeflux_mlx.planning.expert_io import MODES, describe, reason_to_read
-from moeflux_mlx.planning.machine import Figures, group_limits, in_gb
+from moeflux_mlx.planning.machine import MODES, Figures, describe, group_limits, in_gb, reason_to_read
 from moeflux_mlx.planning.memory_plan import Demand, activation_bytes, headroom_bytes, least_pool, room, state_bytes
-from moeflux_mlx.planning.pressure import CUT, PoolLimit, Spare
+from moeflux_mlx.planning.pressure import CUT, Breath, PoolLimit, Spare
 from moeflux_mlx.planning.settings import BufferLimits
 from moeflux_mlx.planning.wired import wire
 from moeflux_mlx.quant import Quant

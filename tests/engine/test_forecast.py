@@ -9,10 +9,9 @@ import pytest
 
 from moeflux_mlx import benchmark, plan
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.kept import rates as kept
-from moeflux_mlx.kept.rates import TYPICAL, UNLIMITED, Rates, keep_rates, kept_rates, rates_with
+from moeflux_mlx.kept import measured as kept
+from moeflux_mlx.kept.measured import TYPICAL, UNLIMITED, Rates, keep_rates, kept_rates, rates_with
 from moeflux_mlx.ops import native
-from moeflux_mlx.planning.breath import Breath
 from moeflux_mlx.planning.budget import plan_memory
 from moeflux_mlx.planning.forecast import (
     Forecast,
@@ -26,7 +25,7 @@ from moeflux_mlx.planning.forecast import (
 )
 from moeflux_mlx.planning.machine import Figures
 from moeflux_mlx.planning.memory_plan import Demand, state_bytes
-from moeflux_mlx.planning.pressure import PoolLimit
+from moeflux_mlx.planning.pressure import Breath, PoolLimit
 from moeflux_mlx.spec import ModelArgs
 from moeflux_mlx.tools.demo_check import attention_rate
 

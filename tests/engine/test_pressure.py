@@ -10,7 +10,6 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx.errors import DeviceError, RequestError
 from moeflux_mlx.opening.engine import open_engine
-from moeflux_mlx.planning.breath import Breath
 from moeflux_mlx.planning.memory_plan import headroom_bytes
 from moeflux_mlx.planning.pressure import (
     CUT,
@@ -20,6 +19,7 @@ from moeflux_mlx.planning.pressure import (
     PACE,
     PACE_OF_METAL,
     STEPS,
+    Breath,
     ControlGroup,
     MacOS,
     PoolLimit,

@@ -12,8 +12,8 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx import load_model
 from moeflux_mlx.errors import RequestError
-from moeflux_mlx.kept import tiles
-from moeflux_mlx.kept.kept_rows import read_rows
+from moeflux_mlx.kept import measured
+from moeflux_mlx.kept.measured import read_rows
 from moeflux_mlx.ops.tiles import CODE, TILES, TRIED, Tiles, merged, planned
 
 FOUND = {"qmv": {"halves": 1, "rows": 8}}
@@ -29,7 +29,7 @@ JSON = st.recursive(
 @pytest.fixture
 def gpu_is(monkeypatch):
     """Returns a function that names the GPU."""
-    return lambda name: monkeypatch.setattr(tiles, "gpu_name", lambda: name)
+    return lambda name: monkeypatch.setattr(measured, "gpu_name", lambda: name)
 
 
 @pytest.fixture
@@ -42,21 +42,21 @@ def gpu(monkeypatch, backend_is, gpu_is):
 @pytest.fixture
 def file(gpu, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tiles.tiles_file()
+    return measured.tiles_file()
 
 
 def chosen(option="auto"):
     """Returns the tiles, and the warnings while they are chosen."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        return tiles.choose(option).found, [str(one.message) for one in said]
+        return measured.choose_tiles(option).found, [str(one.message) for one in said]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(30))
 @given(USABLE)
 def test_stored_tiles_are_found(file, kept):
     file.unlink(missing_ok=True)
-    tiles.keep(kept)
+    measured.keep_tiles(kept)
     assert chosen() == (kept, [])
     assert [one.name for one in file.parent.iterdir()] == [file.name]
 
@@ -66,7 +66,7 @@ def test_stored_tiles_are_found(file, kept):
 def test_a_damaged_file_is_one_line_and_the_codes_tiles(file, data):
     """Bytes are changed or missing, or the JSON has another shape."""
     file.unlink(missing_ok=True)
-    tiles.keep(FOUND)
+    measured.keep_tiles(FOUND)
     whole = file.read_bytes()
     if data.draw(st.booleans()):
         at = data.draw(st.integers(0, len(whole) - 1))
@@ -86,7 +86,7 @@ def test_a_damaged_file_is_one_line_and_the_codes_tiles(file, data):
                 held[place] = value
         file.write_text(json.dumps(held))
     chosen_tiles, said = chosen()
-    assert all(tiles.is_tried(kernel, *one) for kernel, values in chosen_tiles.items() for one in values.items())
+    assert all(measured.is_tried(kernel, *one) for kernel, values in chosen_tiles.items() for one in values.items())
     assert len(said) <= 1 and not (said and chosen_tiles)
 
 
@@ -97,49 +97,49 @@ def test_files_that_hold_no_tiles(file, text):
     chosen_tiles, said = chosen()
     assert chosen_tiles == {} and len(said) == 1 and "moeflux tune finds them anew" in said[0] and "\n" not in said[0]
     assert not read_rows(file)
-    tiles.keep(FOUND)
+    measured.keep_tiles(FOUND)
     assert chosen() == (FOUND, [])
 
 
 @pytest.mark.parametrize("field", ["mlx", "kernels"])
 def test_stale_tiles_are_one_line(file, monkeypatch, field):
-    tiles.keep(FOUND)
-    monkeypatch.setattr(tiles, {"mlx": "mlx_version", "kernels": "kernels_digest"}[field], lambda: "another")
+    measured.keep_tiles(FOUND)
+    monkeypatch.setattr(measured, {"mlx": "mlx_version", "kernels": "kernels_digest"}[field], lambda: "another")
     chosen_tiles, said = chosen()
     assert chosen_tiles == {} and len(said) == 1 and "another MLX or other kernels" in said[0]
-    tiles.keep({})
+    measured.keep_tiles({})
     assert chosen() == ({}, []) and len(read_rows(file)) == 1
 
 
 def test_another_gpus_tiles_are_kept_and_not_used(file, gpu_is):
-    tiles.keep(FOUND)
+    measured.keep_tiles(FOUND)
     gpu_is("another GPU")
     assert chosen() == ({}, [])
-    tiles.keep({})
+    measured.keep_tiles({})
     gpu_is("a made-up GPU")
     assert chosen() == (FOUND, [])
 
 
 def test_a_new_search_replaces_what_was_found(file):
-    tiles.keep(FOUND)
-    tiles.keep(OTHER)
+    measured.keep_tiles(FOUND)
+    measured.keep_tiles(OTHER)
     assert chosen()[0] == OTHER and len(read_rows(file)) == 1
 
 
 def test_the_digest_follows_kernels_and_tiles(monkeypatch):
-    tiles.kernels_digest.cache_clear()
-    before = tiles.kernels_digest()
+    measured.kernels_digest.cache_clear()
+    before = measured.kernels_digest()
     monkeypatch.setitem(TILES["metal"], "qmv", replace(TILES["metal"]["qmv"], rows=8))
-    tiles.kernels_digest.cache_clear()
-    assert tiles.kernels_digest() != before
-    tiles.kernels_digest.cache_clear()
+    measured.kernels_digest.cache_clear()
+    assert measured.kernels_digest() != before
+    measured.kernels_digest.cache_clear()
 
 
 def test_the_built_in_tiles_can_be_asked_for(file, monkeypatch):
-    tiles.keep(FOUND)
-    assert chosen() == (FOUND, []) and tiles.choose("code") is CODE
+    measured.keep_tiles(FOUND)
+    assert chosen() == (FOUND, []) and measured.choose_tiles("code") is CODE
     monkeypatch.setenv("MOEFLUX_TILES", "code")
-    assert tiles.choose("auto") is CODE
+    assert measured.choose_tiles("auto") is CODE
     with pytest.raises(RequestError, match="tiles 'mine' is not one of auto, code"):
         load_model(tiny_directory("qwen3_moe"), set={"tiles": "mine"})
 
@@ -147,7 +147,7 @@ def test_the_built_in_tiles_can_be_asked_for(file, monkeypatch):
 def test_a_cpu_reads_no_file(file, ops):
     file.parent.mkdir()
     file.write_text("damaged")
-    assert tiles.choose("auto") is CODE
+    assert measured.choose_tiles("auto") is CODE
 
 
 def test_a_model_computes_with_its_own_tiles(monkeypatch):
@@ -169,7 +169,7 @@ def test_a_model_computes_with_its_own_tiles(monkeypatch):
 
 @pytest.mark.parametrize("wrong", [{"no": {"rows": 8}}, {"qmv": {"rows": 3}}, {"qmv": {"rows": True}}, {"qmv": 1}, []])
 def test_tiles_that_are_never_tried_are_not_used(file, wrong):
-    tiles.keep(wrong)
+    measured.keep_tiles(wrong)
     assert chosen()[0] == {}
 
 

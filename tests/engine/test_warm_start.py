@@ -19,7 +19,7 @@ from tiny_models import tiny_directory
 from moeflux_mlx.cli.main import main
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kept import warm_start
-from moeflux_mlx.kept.kept_rows import read_rows
+from moeflux_mlx.kept.measured import read_rows
 from moeflux_mlx.kept.warm_start import HALF_LIFE, KeptUsage, keep, kept_of, usage_file
 from moeflux_mlx.opening.engine import load_model
 

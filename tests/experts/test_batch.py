@@ -19,7 +19,7 @@ from moeflux_mlx.experts.files import OpenFiles
 from moeflux_mlx.experts.memory import private_pages
 from moeflux_mlx.experts.reader import READS_BYTES
 from moeflux_mlx.experts.streamed import StreamedExperts
-from moeflux_mlx.formats.pieces import FilePiece, Run, runs_of
+from moeflux_mlx.formats.packed import FilePiece, Run, runs_of
 
 built = pytest.mark.skipif(not batch.available(), reason="the extension is not built")
 

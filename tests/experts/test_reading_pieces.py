@@ -22,8 +22,7 @@ from moeflux_mlx.experts.files import OpenFiles
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.experts.whole import Portion, ResidentExperts
-from moeflux_mlx.formats.packed import InPlaceExperts, Spread
-from moeflux_mlx.formats.pieces import Run, runs_of
+from moeflux_mlx.formats.packed import InPlaceExperts, Run, Spread, runs_of
 from moeflux_mlx.formats.record import BLOCK_BYTES, ExpertLayout
 from moeflux_mlx.ops import backend
 

@@ -30,7 +30,7 @@ from moeflux_mlx.experts.whole import MappedExperts, ResidentExperts
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.ops.records import divided
-from moeflux_mlx.planning.expert_io import from_environment, select_io_mode
+from moeflux_mlx.planning.machine import from_environment, select_io_mode
 
 EXPERTS = 6
 

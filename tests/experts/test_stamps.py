@@ -6,8 +6,8 @@ import types
 import pytest
 
 from moeflux_mlx.errors import ExpertIOError
-from moeflux_mlx.experts import stamps
-from moeflux_mlx.experts.stamps import Stamps
+from moeflux_mlx.experts import files
+from moeflux_mlx.experts.files import Stamps
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def of(files):
 
 def test_each_file_is_looked_at_once_a_second(opened, monkeypatch):
     clock, looks = [100.0], []
-    monkeypatch.setattr(stamps, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(files, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     made = of(opened)
-    monkeypatch.setattr(stamps, "os", types.SimpleNamespace(stat=lambda file: looks.append(file) or os.stat(file)))
+    monkeypatch.setattr(files, "os", types.SimpleNamespace(stat=lambda file: looks.append(file) or os.stat(file)))
     for _ in range(1000):
         clock[0] += 0.003
         made.look(opened)

@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeflux_mlx.formats import pieces as module
-from moeflux_mlx.formats.pieces import ALONE_BYTES, GAP_BYTES, RUN_BYTES, RUN_PIECES, FilePiece, runs_of
+from moeflux_mlx.formats import packed as module
+from moeflux_mlx.formats.packed import ALONE_BYTES, GAP_BYTES, RUN_BYTES, RUN_PIECES, FilePiece, runs_of
 from moeflux_mlx.formats.record import BLOCK_BYTES
 
 A, B = Path("a"), Path("b")

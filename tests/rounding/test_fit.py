@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moeflux_mlx.ops.forms import settings, unpacked_float32
 from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, Quant
 from moeflux_mlx.rounding import affine
-from moeflux_mlx.rounding.codes import packed
+from moeflux_mlx.rounding.affine import packed
 from moeflux_mlx.rounding.methods import METHODS, rounded
 from moeflux_mlx.rounding.weights import group_weights
 

@@ -17,7 +17,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "moeflux_mlx.generate.__main__",
-        "moeflux_mlx.cli.ranks",
+        "moeflux_mlx.cli.opening",
         "moeflux_mlx.cli.serving",
         "moeflux_mlx.server.app",
         "jinja2.sandbox",

@@ -16,12 +16,11 @@ from moeflux_mlx.text.calls.kimi import KIMI
 from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
 from moeflux_mlx.text.calls.listed import COHERE_ACTION, HUNYUAN_A13B
 from moeflux_mlx.text.calls.llama4 import LLAMA4
-from moeflux_mlx.text.calls.longcat import LONGCAT, LONGCAT_JSON
 from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
 from moeflux_mlx.text.calls.mistral import MISTRAL
 from moeflux_mlx.text.calls.muse import MUSE_SPARK
 from moeflux_mlx.text.calls.solar import SOLAR_OPEN
-from moeflux_mlx.text.calls.tool_call import EXAONE, GLM, GLM_LINE, QWEN_JSON, QWEN_XML
+from moeflux_mlx.text.calls.tool_call import EXAONE, GLM, GLM_LINE, LONGCAT, LONGCAT_JSON, QWEN_JSON, QWEN_XML
 from moeflux_mlx.text.channels import COHERE, HARMONY, INKLING, MUSE, SOLAR, SPANS, THINK, Channels
 from moeflux_mlx.text.channels import GEMMA as GEMMAS
 from moeflux_mlx.text.channels import LLAMA4 as LLAMAS

@@ -18,9 +18,8 @@ from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4
 from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
 from moeflux_mlx.text.calls.reader import AnswerReader
 from moeflux_mlx.text.calls.registry import DIALECTS
-from moeflux_mlx.text.calls.schema import MAX_ALTERNATIVES, ValueShape, variants
+from moeflux_mlx.text.calls.schema import JSON_TYPES, MAX_ALTERNATIVES, ValueShape, variants
 from moeflux_mlx.text.calls.tool_call import QWEN_JSON, QWEN_XML
-from moeflux_mlx.text.calls.typed import JSON_TYPES
 from moeflux_mlx.text.grammar import calls_grammar
 from moeflux_mlx.text.structured import Constrainer
 from moeflux_mlx.text.tokenizer import load_tokenizer

@@ -13,7 +13,7 @@ from metal import msl
 from moeflux_mlx import tune as command
 from moeflux_mlx.cli.opening import shapes_of
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.kept import tiles as file_of
+from moeflux_mlx.kept import measured
 from moeflux_mlx.opening import random_weights
 from moeflux_mlx.ops import backend, experts, linear
 from moeflux_mlx.ops.experts import Records, expert_ffn
@@ -278,7 +278,7 @@ def tiny_work(monkeypatch):
 @pytest.fixture
 def cached(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for module in (file_of, command):
+    for module in (measured, command):
         monkeypatch.setattr(module, "gpu_name", lambda: "a made-up GPU")
     return tmp_path / "moeflux" / "tiles.json"
 
@@ -289,11 +289,11 @@ def test_tiles_are_found_stored_shown_used_and_forgotten(metal, cached, monkeypa
     assert "expert_gate_up halves 1, qmv halves 1" in out and "1.20 times as fast, kept" in out
     assert "5 kernels have faster tiles on a made-up GPU" in out
     monkeypatch.setenv("MOEFLUX_TILES", "auto")
-    assert file_of.choose("auto").found == {**METAL[0], "prompt_experts": {"dense": 128}}
+    assert measured.choose_tiles("auto").found == {**METAL[0], "prompt_experts": {"dense": 128}}
     assert command.main(["--show"]) == 0
     assert "prompt_experts dense 128, qmv halves 1" in capsys.readouterr().out
     assert command.main(["--reset"]) == 0 and not cached.exists()
-    assert file_of.choose("auto").found == {}
+    assert measured.choose_tiles("auto").found == {}
 
 
 def test_a_gain_below_two_percent_is_not_kept(metal, cached, monkeypatch, tiny_work):
@@ -301,7 +301,7 @@ def test_a_gain_below_two_percent_is_not_kept(metal, cached, monkeypatch, tiny_w
     for gain, found in ((1.015, {}), (1.03, merged(METAL))):
         monkeypatch.setattr(tuning, "measured", lambda *_, gain=gain: gain)
         assert command.main([]) == 0
-        assert file_of.choose("auto").found == found
+        assert measured.choose_tiles("auto").found == found
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.generate.__main__ import main
-from moeflux_mlx.vision import reader
+from moeflux_mlx.vision import vision
 from moeflux_mlx.vision.pixels import Processor, read_levels
-from moeflux_mlx.vision.reader import PictureReader
 from moeflux_mlx.vision.sources import bytes_of, image_bytes
+from moeflux_mlx.vision.vision import PictureReader
 
 FAMILY = "qwen3_vl_moe"
 AS_IT_IS = Processor("area", 4, 1, 1, 1, 1 << 20, (0.5,) * 3, (0.5,) * 3)
@@ -115,15 +115,15 @@ def decoded(monkeypatch):
         time.sleep(0.02)
         return read_levels(data, *rest)
 
-    monkeypatch.setattr(reader, "read_levels", read)
-    monkeypatch.setattr(reader, "_KEPT", {})
+    monkeypatch.setattr(vision, "read_levels", read)
+    monkeypatch.setattr(vision, "_KEPT", {})
     return files
 
 
 @pytest.fixture
 def keep_bytes(monkeypatch):
     """Returns a function that says how many bytes of images are kept."""
-    return lambda nbytes: monkeypatch.setattr(reader, "KEPT_BYTES", nbytes)
+    return lambda nbytes: monkeypatch.setattr(vision, "KEPT_BYTES", nbytes)
 
 
 def test_a_file_is_decoded_once_also_by_several_threads(pillow, decoded):

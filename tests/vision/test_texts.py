@@ -32,7 +32,7 @@ from moeflux_mlx.ops import backend
 from moeflux_mlx.state.prompt_file import _shifts, read_prompt_header
 from moeflux_mlx.text.tokenizer import load_tokenizer
 from moeflux_mlx.vision.pixels import Processor
-from moeflux_mlx.vision.reader import ReadImage
+from moeflux_mlx.vision.vision import ReadImage
 
 ROW = 245
 FAMILY = "qwen3_5_moe"  # some of its layers cannot be cut

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from ...files import JsonDict, JsonObject
 from ...text.results import Message
 from ..request import Finish, Request, ServerEvent
-from . import conversation, settings, tools
+from . import parts, settings
 from .answer import Block, BlockStep, WireAnswer
 from .parts import text_of, texts, unserved, without_images
 from .replies import Chunks, Ids, counts, failure, folded, logprob
@@ -21,7 +21,7 @@ def read(body: JsonObject) -> Request:
     fields = Body(body)
     _text_only(fields)
     variables = settings.template_variables(fields)
-    offered, choice = tools.chosen([_tool(item) for item in fields.objects("tools")], tools.choice(fields))
+    offered, choice = parts.chosen([_tool(item) for item in fields.objects("tools")], parts.choice(fields))
     return Request(
         api="chat",
         model=fields.text("model") or "",
@@ -50,30 +50,30 @@ def _text_only(fields: Body) -> None:
             raise wrong("modalities", kind, "text: this model makes no audio or images")
 
 
-def _tool(item: Body) -> tools.Tool:
+def _tool(item: Body) -> parts.Tool:
     if (item.text("type") or "function") != "function":
         raise item.wrong("type", "function")
-    return tools.tool(item.object("function") or item)
+    return parts.tool(item.object("function") or item)
 
 
 def _messages(fields: Body) -> list[Message]:
     messages = [_message(item) for item in fields.objects("messages")]
     if not messages:
         raise fields.wrong("messages", "at least one message")
-    return conversation.paired(messages, "messages")
+    return parts.paired(messages, "messages")
 
 
 def _message(item: Body) -> Message:
     role = item.required_text("role")
     if role in ("system", "developer"):
-        text = conversation.system_text(texts(item, "content"))
+        text = parts.system_text(texts(item, "content"))
         return {"role": "system", "content": text}
     if role == "user":
         return {"role": "user", "content": text_of(item, "content")}
     if role == "assistant":
         return _assistant(item)
     if role == "tool":
-        return conversation.result(text_of(item, "content"), item.text("tool_call_id"), item.text("name"))
+        return parts.result(text_of(item, "content"), item.text("tool_call_id"), item.text("name"))
     raise item.wrong("role", "system, developer, user, assistant or tool")
 
 
@@ -81,17 +81,15 @@ def _assistant(item: Body) -> Message:
     if item.get("audio") is not None:
         raise unserved(Body({"type": "audio"}, item.name("audio")), "audio")
     reasoning = next((value for key in _REASONING if isinstance(value := item.get(key), str) and value), None)
-    return conversation.assistant(
-        text_of(item, "content"), reasoning, [_call(call) for call in item.objects("tool_calls")]
-    )
+    return parts.assistant(text_of(item, "content"), reasoning, [_call(call) for call in item.objects("tool_calls")])
 
 
 def _call(item: Body) -> Message:
     function = item.object("function")
     if function is None:
         raise item.wrong("function", "a name and arguments")
-    arguments = conversation.arguments(function, "arguments")
-    return conversation.call(function.required_text("name"), arguments, item.text("id"))
+    arguments = parts.arguments(function, "arguments")
+    return parts.call(function.required_text("name"), arguments, item.text("id"))
 
 
 def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> JsonDict:

@@ -10,7 +10,7 @@ from ...errors import BadRequestError
 from ...files import JsonDict, JsonObject, JsonValue
 from ...text.results import Message
 from ..request import Accepted, Finish, Request, ServerEvent
-from . import conversation, settings, tools
+from . import parts, settings
 from .answer import Block, BlockStep, WireAnswer
 from .parts import text_of, texts, unserved, without_images
 from .replies import NO_THREADS, Ids, Reply, anthropic_error, encode, failure, folded
@@ -27,7 +27,7 @@ def read(body: JsonObject) -> Request:
     fields = Body(body)
     _refuse_threads(fields)
     variables = settings.template_variables(fields)
-    offered, choice = tools.chosen(_tools(fields), tools.anthropic_choice(fields))
+    offered, choice = parts.chosen(_tools(fields), parts.anthropic_choice(fields))
     picked, config = fields.object("tool_choice"), fields.object("output_config")
     return Request(
         api="messages",
@@ -61,7 +61,7 @@ def _format(fields: Body) -> Body | None:
     return (config and config.object("format")) or fields.object("output_format")
 
 
-def _tools(fields: Body) -> list[tools.Tool]:
+def _tools(fields: Body) -> list[parts.Tool]:
     """The client's own tools. Tools with a type of Anthropic's run on its servers or have a schema that only its models
     know.
     """
@@ -71,11 +71,11 @@ def _tools(fields: Body) -> list[tools.Tool]:
         names = ", ".join(others[:MOST_NAMED])
         message = f"this server has no tools of its own: leave out those of type {names}, or send an input_schema"
         raise BadRequestError(message, "tools")
-    return [tools.tool(item, "input_schema") for item in items]
+    return [parts.tool(item, "input_schema") for item in items]
 
 
 def _messages(fields: Body) -> list[Message]:
-    system = conversation.system_text(texts(fields, "system"))
+    system = parts.system_text(texts(fields, "system"))
     messages = [{"role": "system", "content": system}] if system else []
     items = list(fields.objects("messages"))
     if not items:
@@ -84,7 +84,7 @@ def _messages(fields: Body) -> list[Message]:
         messages += _message(item)
     if not messages:
         raise BadRequestError("messages hold nothing that a model can read; send a text", "messages")
-    return conversation.paired(messages, "messages")
+    return parts.paired(messages, "messages")
 
 
 def _message(item: Body) -> list[Message]:
@@ -94,7 +94,7 @@ def _message(item: Body) -> list[Message]:
     if role == "assistant":
         return _Assistant().messages(item)
     if role in ("system", "developer"):
-        text = conversation.system_text(texts(item, "content"))
+        text = parts.system_text(texts(item, "content"))
         return [{"role": "system", "content": text}] if text else []
     raise item.wrong("role", "user, assistant or system")
 
@@ -130,7 +130,7 @@ class _User:
         text = "\n".join(texts(part, "content", readers))
         if part.flag("is_error") and "error" not in text.lower():
             text = f"Error: {text}"
-        self.results.append(conversation.result(text, part.text("tool_use_id")))
+        self.results.append(parts.result(text, part.text("tool_use_id")))
 
 
 class _Assistant:
@@ -143,15 +143,15 @@ class _Assistant:
     def messages(self, item: Body) -> list[Message]:
         readers = {**_others(item), "thinking": self._thought, "tool_use": self._call}
         said = "\n".join(texts(item, "content", readers))
-        return [conversation.assistant(said, "\n".join(self.thoughts), self.calls)]
+        return [parts.assistant(said, "\n".join(self.thoughts), self.calls)]
 
     def _thought(self, part: Body) -> None:
         if text := part.text("thinking"):
             self.thoughts.append(text)
 
     def _call(self, part: Body) -> None:
-        arguments = conversation.arguments(part, "input")
-        self.calls.append(conversation.call(part.required_text("name"), arguments, part.text("id")))
+        arguments = parts.arguments(part, "input")
+        self.calls.append(parts.call(part.required_text("name"), arguments, part.text("id")))
 
 
 def _document(part: Body) -> str | None:

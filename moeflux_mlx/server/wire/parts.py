@@ -1,16 +1,21 @@
-"""Reads the text of a message: a string, or a list of parts. Parts may be text or images.
+"""What messages of any API consist of, in the form that templates and grammars take: texts and images, calls and
+results, tools and the tool choice.
 
 `without_images` takes the images out of a body: marks replace them in the messages, and they are read later. All
 APIs put images into lists of parts, with types that have no other meaning. The request maps marks to images. A mark
 contains random letters of the request, so that no text can contain it by chance.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from ...errors import BadRequestError
+from ...errors import BadRequestError, RequestError
 from ...files import JsonDict, JsonObject, JsonValue
+from ...text.results import Message, in_order
 from ..request import ImageParts
-from .settings import Body, wrong
+from .settings import Body, check, wrong
 
 # Part type -> the field that holds its text.
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -120,3 +125,146 @@ def _source(part: JsonObject, path: str) -> str:
     if not isinstance(url, str):
         raise wrong(f"{path}.image_url", url, "a data: URL")
     return url
+
+
+# Lines that agents change in the system prompt at each request; with them no prompt would share its beginning with
+# another.
+_BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n*")
+_TOTAL_TOKENS = re.compile(r"\n{0,2}<total_tokens>\d+ tokens left</total_tokens>")
+
+
+def system_text(texts: Iterable[str]) -> str:
+    """The texts of a system message joined, without the lines that change at each request."""
+    kept = [_TOTAL_TOKENS.sub("", _BILLING.sub("", text)) for text in texts]
+    return "\n".join(text for text in kept if text)
+
+
+def assistant(text: str, reasoning: str | None = None, calls: list[Message] | None = None) -> Message:
+    message: Message = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def call(name: str, arguments: JsonDict, id: str | None) -> Message:
+    return {"id": id or "", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(text: str, id: str | None, name: str | None = None) -> Message:
+    return {"role": "tool", "content": text, "tool_call_id": id or "", "name": name or ""}
+
+
+def arguments(fields: Body, key: str) -> JsonDict:
+    """A call's arguments, given as an object or as its JSON text.
+
+    A text that is not an object comes from an answer that was cut short. It is kept under "input", because refusing it
+    would end the conversation.
+    """
+    value = fields.get(key)
+    if value is None or value == "":
+        return {}
+    if isinstance(value, str):
+        value = _read(value)
+    return dict(Body(value, fields.name(key)).data)
+
+
+def _read(text: str) -> JsonValue:
+    try:
+        value = json.loads(text)
+        check(value)
+    except (ValueError, RecursionError):
+        return {"input": text}
+    return value
+
+
+def paired(messages: Sequence[Message], param: str) -> list[Message]:
+    """The messages with each result behind its call, as `in_order` has them; `param` is the body's field of both."""
+    try:
+        return in_order(messages)
+    except RequestError as error:
+        raise BadRequestError(str(error), param) from error
+
+
+Tool = JsonDict
+
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+_MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
+
+
+def tool(fields: Body, schema_key: str = "parameters", name: str | None = None) -> Tool:
+    """A function from its name, description and schema; `name` replaces the client's name for it."""
+    schema = fields.object(schema_key)
+    function: JsonDict = {
+        "name": name or fields.required_text("name"),
+        "description": fields.text("description") or "",
+        "parameters": dict(schema.data) if schema else dict(_NO_PARAMETERS),
+    }
+    if fields.flag("strict"):
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def name_of(tool: JsonObject) -> str:
+    return str(tool["function"]["name"])
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """`mode` is "auto", "none", "required" or a name in a list; `allowed` the tools that are left, None for all."""
+
+    mode: str | Sequence[str] = "auto"
+    allowed: Sequence[str] | None = None
+
+
+def choice(body: Body) -> ToolChoice:
+    """OpenAI's `tool_choice` in the forms of both its APIs: a word, one tool, or a word and a list of tools."""
+    value = body.get("tool_choice")
+    if value is None:
+        return ToolChoice()
+    if isinstance(value, str) and value in _MODES:
+        return ToolChoice(_MODES[value])
+    if not isinstance(value, Mapping):
+        raise body.wrong("tool_choice", "auto, none, required, or an object that names a function")
+    fields = Body(value, "tool_choice")
+    kind = fields.required_text("type")
+    if kind == "allowed_tools":
+        return _allowed(fields.object("allowed_tools") or fields)
+    if kind in ("function", "custom"):
+        return ToolChoice([(fields.object(kind) or fields).required_text("name")])
+    raise fields.wrong("type", "function, custom or allowed_tools")
+
+
+def _allowed(fields: Body) -> ToolChoice:
+    mode = fields.text("mode") or "auto"
+    if mode not in _MODES:
+        raise fields.wrong("mode", "auto or required")
+    own = [tool for tool in fields.objects("tools") if tool.text("type") in ("function", "custom")]
+    return ToolChoice(_MODES[mode], [(tool.object("function") or tool).required_text("name") for tool in own])
+
+
+def anthropic_choice(body: Body) -> ToolChoice:
+    fields = body.object("tool_choice")
+    if fields is None:
+        return ToolChoice()
+    kind = fields.required_text("type")
+    if kind == "tool":
+        return ToolChoice([fields.required_text("name")])
+    if kind not in _MODES:
+        raise fields.wrong("type", "auto, any, tool or none")
+    return ToolChoice(_MODES[kind])
+
+
+def chosen(tools: Sequence[Tool], choice: ToolChoice) -> tuple[Sequence[Tool], str | Sequence[str]]:
+    """The tools that the choice allows, and the matching requirement for the answer."""
+    names = [name_of(tool) for tool in tools]
+    wanted = choice.mode if not isinstance(choice.mode, str) else choice.allowed or ()
+    for name in wanted:
+        if name not in names:
+            raise wrong("tool_choice", name, "the name of one of the tools")
+    if choice.allowed is not None:
+        tools = [tool for tool in tools if name_of(tool) in choice.allowed]
+    if choice.mode == "required" and not tools:
+        raise BadRequestError("tool_choice demands a call, but there are no tools; send some, or auto", "tool_choice")
+    return tools, choice.mode

@@ -14,7 +14,7 @@ from ...errors import BadRequestError
 from ...files import JsonDict, JsonObject
 from ...text.results import Message
 from ..request import Request
-from . import conversation, settings, tools
+from . import parts, settings
 from .parts import text_of, texts, without_images
 from .settings import Body
 
@@ -35,18 +35,18 @@ def flat(name: str, namespace: str | None) -> str:
     return f"{namespace.rstrip('_')}__{name}" if namespace else name
 
 
-def offered(body: Body) -> tuple[list[tools.Tool], dict[str, Known]]:
+def offered(body: Body) -> tuple[list[parts.Tool], dict[str, Known]]:
     """The functions, and a dict from flat name to the client's tool; tools that OpenAI's server would run are left
     out.
     """
-    functions: list[tools.Tool] = []
+    functions: list[parts.Tool] = []
     known: dict[str, Known] = {}
     for item in body.objects("tools"):
         _add(item, None, functions, known)
     return functions, known
 
 
-def _add(item: Body, namespace: str | None, functions: list[tools.Tool], known: dict[str, Known]) -> None:
+def _add(item: Body, namespace: str | None, functions: list[parts.Tool], known: dict[str, Known]) -> None:
     kind = item.required_text("type")
     if kind == "namespace" and namespace is None:
         for inner in item.objects("tools"):
@@ -59,10 +59,10 @@ def _add(item: Body, namespace: str | None, functions: list[tools.Tool], known: 
     if unique in known:
         raise BadRequestError(f"two tools are called {unique!r}; give each its own name", item.name("name"))
     known[unique] = Known(name, namespace, kind == "custom")
-    functions.append(_custom(item, unique) if kind == "custom" else tools.tool(item, name=unique))
+    functions.append(_custom(item, unique) if kind == "custom" else parts.tool(item, name=unique))
 
 
-def _custom(item: Body, name: str) -> tools.Tool:
+def _custom(item: Body, name: str) -> parts.Tool:
     """A function of one text; the grammar that it must follow is described in words."""
     description = item.text("description") or ""
     form = item.object("format")
@@ -90,7 +90,7 @@ def read(body: JsonObject) -> Request:
     _refuse_state(fields)
     variables = settings.template_variables(fields)
     functions, known = offered(fields)
-    left, choice = tools.chosen(functions, _choice(fields))
+    left, choice = parts.chosen(functions, _choice(fields))
     reasoning, text = fields.object("reasoning"), fields.object("text")
     effort = settings.effort(reasoning, "effort") or settings.effort(fields, "reasoning_effort")
     thinks = settings.thinking(fields, variables)
@@ -164,17 +164,17 @@ def _refuse_state(fields: Body) -> None:
         raise fields.wrong("background", f"false: {_KEPT}")
 
 
-def _choice(fields: Body) -> tools.ToolChoice:
+def _choice(fields: Body) -> parts.ToolChoice:
     """A required tool that OpenAI's server would run is ignored here."""
     value = fields.get("tool_choice")
     kind = value.get("type") if isinstance(value, Mapping) else None
     if isinstance(kind, str) and kind not in ("function", "custom", "allowed_tools"):
-        return tools.ToolChoice()
-    return tools.choice(fields)
+        return parts.ToolChoice()
+    return parts.choice(fields)
 
 
 def _messages(fields: Body) -> list[Message]:
-    first = conversation.system_text(texts(fields, "instructions"))
+    first = parts.system_text(texts(fields, "instructions"))
     messages = [{"role": "system", "content": first}] if first else []
     value = fields.get("input")
     if isinstance(value, str) and value:
@@ -184,7 +184,7 @@ def _messages(fields: Body) -> list[Message]:
         turns.add(item)
     if not turns.done(messages) and not (first and isinstance(value, list)):  # instructions alone can be answered
         raise fields.wrong("input", "a text, or a list of at least one message, call or result")
-    return conversation.paired(messages, "input")
+    return parts.paired(messages, "input")
 
 
 class _Turns:
@@ -223,7 +223,7 @@ class _Turns:
             turn, text = self._turn(), text_of(item, "content")
             turn["content"] = "\n".join(part for part in (turn["content"], text) if part)
         elif role in ("system", "developer"):
-            text = conversation.system_text(texts(item, "content"))
+            text = parts.system_text(texts(item, "content"))
             self._messages.append({"role": "system", "content": text})
         elif role == "user":
             self._messages.append({"role": "user", "content": text_of(item, "content")})
@@ -232,18 +232,18 @@ class _Turns:
 
     def _call(self, item: Body, custom: bool) -> None:
         name = flat(item.required_text("name"), item.text("namespace"))
-        arguments = {"input": item.text("input") or ""} if custom else conversation.arguments(item, "arguments")
-        self._turn().setdefault("tool_calls", []).append(conversation.call(name, arguments, item.text("call_id")))
+        arguments = {"input": item.text("input") or ""} if custom else parts.arguments(item, "arguments")
+        self._turn().setdefault("tool_calls", []).append(parts.call(name, arguments, item.text("call_id")))
 
     def _result(self, item: Body) -> None:
         id = item.text("call_id")
         if not id or id not in self._passed_over:  # Codex sends the output of a shell's call as that of a function
-            self._messages.append(conversation.result(text_of(item, "output"), id))
+            self._messages.append(parts.result(text_of(item, "output"), id))
 
     def _turn(self) -> Message:
         """The assistant's message that is being put together, with the thoughts before what is added now."""
         if not self._messages or self._messages[-1]["role"] != "assistant":
-            self._messages.append(conversation.assistant(""))
+            self._messages.append(parts.assistant(""))
         turn = self._messages[-1]
         thoughts = [text for text in (turn.get("reasoning_content"), *self._thoughts) if text]
         if thoughts:

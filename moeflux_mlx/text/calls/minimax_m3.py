@@ -32,9 +32,8 @@ from .dialect import (
 )
 from .invoke import CLOSED
 from .json_form import without_arguments
-from .schema import ValueShape
+from .schema import TypedText, ValueShape
 from .schema_rules import MemberRule, SchemaRules, quoted
-from .typed import TypedText
 
 MARK = "]<]minimax[>["  # one token, before every tag of a call
 ITEM = "item"

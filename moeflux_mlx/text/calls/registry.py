@@ -14,12 +14,23 @@ from .kimi import KIMI
 from .kimi_k3 import KIMI_K3
 from .listed import COHERE_ACTION, HUNYUAN_A13B
 from .llama4 import LLAMA4
-from .longcat import KEY, LONGCAT, LONGCAT_JSON
 from .minimax_m3 import MARK, MINIMAX_M3
 from .mistral import MISTRAL
 from .muse import MUSE_SPARK, SECTION
 from .solar import SOLAR_OPEN
-from .tool_call import EXAONE, FUNCTION, GLM, GLM_LINE, PAIRS, QWEN_JSON, QWEN_XML, TOOL_CALL
+from .tool_call import (
+    EXAONE,
+    FUNCTION,
+    GLM,
+    GLM_LINE,
+    LONGCAT,
+    LONGCAT_JSON,
+    LONGCAT_KEY,
+    PAIRS,
+    QWEN_JSON,
+    QWEN_XML,
+    TOOL_CALL,
+)
 
 DEEPSEEKS = (DEEPSEEK_V3, DEEPSEEK_V31)
 DIALECTS = (
@@ -50,7 +61,7 @@ def dialect_of(text: str) -> Dialect | None:
     if HEADER_START in text:
         return LLAMA4 if PARAMETERS in text else None
     if LONGCAT.opening in text:
-        return LONGCAT if KEY[0] in text else LONGCAT_JSON
+        return LONGCAT if LONGCAT_KEY[0] in text else LONGCAT_JSON
     if CALL_BEGIN in text:
         return DEEPSEEK_V3 if f"{FENCE}json" in text else DEEPSEEK_V31
     suffixed = _HUNYUAN.search(text)

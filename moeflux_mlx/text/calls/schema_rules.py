@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from ...errors import RequestError
 from ...files import JsonValue
-from .schema import COMPOSED, Schema, allowed_types, is_map, members, types, variants
-from .typed import NUMBERS, as_json
+from .schema import COMPOSED, NUMBERS, Schema, allowed_types, as_json, is_map, members, types, variants
 
 SPOKEN_LIMITS = ("pattern", "format", "minLength", "maxLength")  # limits of strings that are written without quotes
 OBJECT_LIMITS = (*COMPOSED, "patternProperties", "minProperties", "maxProperties")

@@ -14,8 +14,7 @@ from dataclasses import replace
 from .dialect import Call, Malformed, Parsing, Tags, Write, literal, optional, skip_space, until_one
 from .json_form import arguments_before
 from .repair import Repair, ValuePlace
-from .schema import STRING, ValueShape
-from .typed import JSON_TYPES, TypedText, as_json
+from .schema import JSON_TYPES, STRING, TypedText, ValueShape, as_json
 
 LOOK_BACK = 1024  # characters in which the end of a call and the beginning of the next stand
 

@@ -9,14 +9,16 @@ GLM-4.7 and later write on one line.
                                       </function>
                                       </tool_call>
 
-One parser reads all three, because the models mix them up.
+One parser reads all three, because the models mix them up. LongCat's calls are the first and the third in tags of its
+own, `<longcat_tool_call>` and `<longcat_arg_key>`, and another parser reads both (vLLM's and mlx-lm's parsers of
+LongCat).
 """
 
 from dataclasses import replace
 
 from . import json_form
 from .dialect import MAX_NAME, Call, CallBody, Dialect, Malformed, Parsing, Tags, literal, skip_space, until_one
-from .json_form import END, without_arguments
+from .json_form import END, qwen_json, without_arguments
 from .tagged import parameters
 
 TOOL_CALL = "<tool_call>"
@@ -97,3 +99,40 @@ GLM = Dialect(
 )
 # GLM-4.7 and GLM-5 write the same on one line.
 GLM_LINE = replace(GLM, name="glm_line", named="NAME")
+
+
+LONGCAT_CALL, LONGCAT_END = "<longcat_tool_call>", "</longcat_tool_call>"
+LONGCAT_KEY, LONGCAT_VALUE = ((f"<longcat_arg_{part}>", f"</longcat_arg_{part}>") for part in ("key", "value"))
+LONGCAT_PAIRS = Tags(LONGCAT_KEY, LONGCAT_VALUE, (LONGCAT_END,), opens=(LONGCAT_CALL,))
+
+
+def longcat(call: Call) -> Parsing[str]:
+    """Parses the text after `<longcat_tool_call>`."""
+    char = yield from skip_space()
+    if char == "{":
+        return (yield from qwen_json(call, LONGCAT_END))
+    call.start((yield from bare_name(char)))
+    return (yield from parameters(call, LONGCAT_PAIRS, "<"))
+
+
+LONGCAT_JSON = replace(
+    QWEN_JSON,
+    name="longcat_json",
+    openings={LONGCAT_CALL: longcat},
+    begin=f"{LONGCAT_CALL}\n",
+    opening=LONGCAT_CALL,
+    close=f"}}\n{LONGCAT_END}",
+    section=(LONGCAT_CALL, LONGCAT_END),
+    markers=frozenset({LONGCAT_CALL, LONGCAT_END}),
+)
+LONGCAT = replace(
+    GLM,
+    name="longcat",
+    openings={LONGCAT_CALL: longcat},
+    begin=LONGCAT_CALL,
+    opening=LONGCAT_CALL,
+    close=LONGCAT_END,
+    section=(LONGCAT_CALL, LONGCAT_END),
+    markers=frozenset({LONGCAT_CALL, LONGCAT_END, *LONGCAT_KEY, *LONGCAT_VALUE}),
+    tags=LONGCAT_PAIRS,
+)
