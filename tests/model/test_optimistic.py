@@ -203,6 +203,11 @@ def test_records_in_host_memory_are_read_there(monkeypatch):
     model.experts.close()
 
 
+@pytest.mark.parametrize("groupings", optimistic.GROUPINGS.values(), ids=optimistic.GROUPINGS)
+def test_each_grouping_applies_at_some_share(groupings):
+    assert all(0 < how.share < 1 and 0 <= how.shorter < how.together and how.ahead > 0 for how in groupings)
+
+
 @BOTH
 def test_layers_wait_while_many_lack_experts(monkeypatch, in_buffers):
     queue_by(monkeypatch, Grouping(0.85, 2, 4, 2))

@@ -522,7 +522,7 @@ FAULTS = {
     "a simdgroup's squares are left out": ("router_codes.metal", "s < SG; s++", "s < SG - 1; s++"),
     "the weight of other columns": ("router_codes.metal", "norm + CHUNK * chunk", "norm"),
     "missing barrier": ("router_codes.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
-    "up before gate": ("expert_gate_up.metal", "(I, codes", "(0, codes"),
+    "up before gate": ("expert_gate_up.metal", "(I, own_codes", "(0, own_codes"),
     "the shared row of the first token": ("expert_down_combine.metal", "(token * (K + JOINED) + k)", "(token * K + k)"),
     "gate of the first token": ("expert_down_combine.metal", "gates[token * STRIDE + STRIDE", "gates[STRIDE"),
     "a choice later": ("topk.h.metal", "found = wanted == k", "found = wanted == k + 1"),
