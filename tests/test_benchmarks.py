@@ -12,18 +12,12 @@ import pytest
 import routing_trace
 from tiny_models import tiny_directory, write_tokenizer
 
-from moeflux_mlx.driving import decoding, head_drafts
-
 TINY = ("--tiny", "--rounds", 1)
 PLAIN = ("--variant", "qwen3-30b-a3b", "--layers", 2)  # whose mixers take the least time
 STREAM = ("--rounds", 1, "--max-tokens", 2)
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch, team):
-    """A script's settings end with its test."""
-    monkeypatch.setattr(decoding, "Lookup", decoding.Lookup)
-    monkeypatch.setattr(head_drafts, "HeadDrafts", head_drafts.HeadDrafts)
+pytestmark = pytest.mark.usefixtures("drafts_are_put_back", "team")
 
 
 @pytest.fixture
@@ -174,11 +168,10 @@ def test_our_side_beside_llama_cpp(model):
     assert timed("decode", 2) > 0 < timed("prompt", 8)
 
 
-def test_llama_cpp_writes_and_reads_the_same_shapes(monkeypatch, model, tmp_path):
+def test_llama_cpp_writes_and_reads_the_same_shapes(model, tmp_path):
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is built by who compares with it")
     script, file = importlib.import_module("bench_llama_cpp"), tmp_path / "m.gguf"
-    monkeypatch.setattr(sys, "argv", ["", str(model), str(file)])
-    script.main()
+    script.write_gguf(json.loads((model / "config.json").read_text()), file, "q4_0")
     options = argparse.Namespace(gguf=file, context=512, threads=2)
     mapped, repacked = (script.Runner(options, repack).feed(np.arange(8)) for repack in (False, True))
     assert (repacked - mapped).std() < 0.2 * mapped.std()

@@ -242,8 +242,14 @@ def test_a_wrong_option_is_one_line(capfd, arguments, message):
     assert stopped.value.code == 2 and said.startswith(message) and said.count("\n") == 1 and "--help lists" in said
 
 
-def test_command_reads_stdin_and_ignores_the_template(capfd, model_dir, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve".encode())))
+@pytest.fixture
+def stdin_is(monkeypatch):
+    """Returns a function that gives the command these bytes."""
+    return lambda data: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+def test_command_reads_stdin_and_ignores_the_template(capfd, model_dir, stdin_is):
+    stdin_is("naïve".encode())
     code, _, err = command(capfd, "--model", model_dir, "-p", "-", "-m", "2", "--ignore-chat-template", "--verbose")
     assert code == 0 and f"prompt: {len('naïve'.encode())} tokens" in err
 
@@ -286,8 +292,8 @@ def test_bad_values(capfd, model_dir, arguments, words):
     assert words in fails(capfd, "--model", model_dir, *arguments)
 
 
-def test_prompt_that_is_not_utf8(capfd, model_dir, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
+def test_prompt_that_is_not_utf8(capfd, model_dir, stdin_is):
+    stdin_is(b"ab\xff")
     assert "not UTF-8: byte 2" in fails(capfd, "--model", model_dir, "--prompt", "-")
 
 

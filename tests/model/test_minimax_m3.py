@@ -74,9 +74,7 @@ def test_blocks_by_the_mean_of_their_keys(monkeypatch):
         means = index.keys[:, : count * rule.ratio].reshape(B, count, rule.ratio, width).mean(axis=2)
         return right(index._replace(keys=library_of(means).repeat(means, rule.ratio, axis=1)), seen, rule)
 
-    model = load_model(tiny_directory(FAMILY, "hub"), dtype=mx.float32)
-    monkeypatch.setattr(blocks, "choose_by_head", wrong)
-    assert error(model) > 10 * TOLERANCE
+    assert mistakes.broken(monkeypatch, blocks, "choose_by_head", wrong, family=FAMILY)
 
 
 def test_a_budget_of_another_block(monkeypatch):
