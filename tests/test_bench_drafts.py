@@ -9,16 +9,13 @@ import routing_trace
 from tiny_models import tiny_directory
 
 from moeflux_mlx import load_model
-from moeflux_mlx.driving import decoding, head_drafts
 
 PROMPT, TOKENS = [1, 2, 3], 24
 
 
 @pytest.fixture
-def traced(monkeypatch):
+def traced(drafts_are_put_back):
     """A streamed model whose rows follow a trace of three sequences."""
-    monkeypatch.setattr(decoding, "Lookup", decoding.Lookup)  # `guide` replaces them
-    monkeypatch.setattr(head_drafts, "HeadDrafts", head_drafts.HeadDrafts)
     made = routing_trace.synthesize_drafts((3, 40, 3, 4), 16, 0.4, 0.0, np.random.default_rng(0))
     model = load_model(str(tiny_directory("qwen3_moe")), expert_io="pread", expert_cache_bytes=1)  # the smallest pool
     yield bench.TracedText(model, made, PROMPT), model

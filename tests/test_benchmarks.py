@@ -12,18 +12,12 @@ import pytest
 import routing_trace
 from tiny_models import tiny_directory, write_tokenizer
 
-from moeflux_mlx.driving import decoding, head_drafts
-
 TINY = ("--tiny", "--rounds", 1)
 PLAIN = ("--variant", "qwen3-30b-a3b", "--layers", 2)  # whose mixers take the least time
 STREAM = ("--rounds", 1, "--max-tokens", 2)
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch, team):
-    """A script's settings end with its test."""
-    monkeypatch.setattr(decoding, "Lookup", decoding.Lookup)
-    monkeypatch.setattr(head_drafts, "HeadDrafts", head_drafts.HeadDrafts)
+pytestmark = pytest.mark.usefixtures("drafts_are_put_back", "team")
 
 
 @pytest.fixture
@@ -106,58 +100,23 @@ def test_rounding(run):
     assert all(fit <= plain for row in report["results"] for plain, fit in row["errors"].values())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("resident", "--tokens", 20, "--rounds", 1, "--against", "mlx-lm"),
-        ("stream", "--tokens", 20, "--rounds", 1, "--spans", 8),
-        ("io", "--tokens", 20),
-    ],
-)
-def test_prompt(run, model, options):
-    pytest.importorskip("mlx_lm")
-    command, *rest = options
-    assert run("bench_prompt", command, "--model", model, *rest)["bench"] == command
+def test_prompt(run, model):
+    assert run("bench_prompt", "stream", "--model", model, "--tokens", 20, "--rounds", 1, "--spans", 8)["rows"]
 
 
-def test_prompt_in_processes(run, model):
-    """`memory` measures a child with bench_stream.py's `worker`."""
-    assert run("bench_prompt", "memory", "--model", model, "--tokens", 20, "--limit-gb", 4)["peak"] > 0
-
-
-@pytest.fixture
-def in_process(monkeypatch):
-    """What bench_stream.py and bench_prompt.py run in a process of its own runs in this one."""
-    stream, prompt = (importlib.import_module(name) for name in ("bench_stream", "bench_prompt"))
+def test_stream(run, monkeypatch, model):
+    """What bench_stream.py runs in a process of its own runs in this one."""
+    stream = importlib.import_module("bench_stream")
 
     def inside(arguments, limits):
         options = stream.parser().parse_args(list(map(str, arguments)))
-        return options.run(options) | {"peak": 1, "swapped": 0}
+        return options.run(options) | {"peak": 1}
 
-    for module in (stream, prompt):
-        monkeypatch.setattr(module, "inside", inside)
-
-
-def test_prompt_that_breathes(run, model, in_process):
-    options = "--limits", 4, "--rounds", 1, "--choices", "256:64", "--max-tokens", 2, "--prompt-tokens", 3
-    (row,) = run("bench_prompt", "breathe", "--model", model, *options)["rows"]
-    assert row["ratio"]
+    monkeypatch.setattr(stream, "inside", inside)
+    assert run("bench_stream", "decode", "--model", model, *STREAM, "--limit-gb", 4)["bench"] == "decode"
 
 
-def test_stream_loader(run, tmp_path):
-    options = "--variant", "granite-4.0-h-tiny-7b-a1b", "--experts", 32, "--rounds", 1
-    assert run("bench_stream", "loader", "--folder", tmp_path, *options)["ratio"] > 0
-
-
-@pytest.mark.parametrize("command", ["decode", "pool"])
-def test_stream(run, model, in_process, command):
-    more = ("--limit-gb", 4) if command == "decode" else ("--shares", 0.5)
-    assert run("bench_stream", command, "--model", model, *STREAM, *more)["bench"] == command
-
-
-@pytest.mark.parametrize(
-    "command, more", [("places", "--checkpoint"), ("drives", "--one"), ("load", None), ("host", "--hits")]
-)
+@pytest.mark.parametrize("command, more", [("places", "--checkpoint"), ("load", None), ("host", "--hits")])
 def test_stream_compared(run, model, command, more):
     other = goldens.checkpoint_dir("qwen3_moe", "mlx4") if more == "--checkpoint" else model
     given = [more, 0.5 if more == "--hits" else other, "--max-tokens", 3] if more else []
@@ -209,9 +168,13 @@ def test_our_side_beside_llama_cpp(model):
     assert timed("decode", 2) > 0 < timed("prompt", 8)
 
 
-def test_llama_cpp_writes_and_reads_the_same_shapes(run, model, tmp_path):
+def test_llama_cpp_writes_and_reads_the_same_shapes(model, tmp_path):
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is built by who compares with it")
-    assert run("bench_llama_cpp", model, tmp_path / "m.gguf", "--rounds", 1, "--prompt", 8, "--tokens", 2)
+    script, file = importlib.import_module("bench_llama_cpp"), tmp_path / "m.gguf"
+    script.write_gguf(json.loads((model / "config.json").read_text()), file, "q4_0")
+    options = argparse.Namespace(gguf=file, context=512, threads=2)
+    mapped, repacked = (script.Runner(options, repack).feed(np.arange(8)) for repack in (False, True))
+    assert (repacked - mapped).std() < 0.2 * mapped.std()
 
 
 def test_server(run, model):

@@ -44,8 +44,8 @@ def test_a_wrong_value_is_reported_and_ends_in_an_error(monkeypatch, capsys):
     assert "WRONG: error 7.0e-01" in out and "please report" in out and "\ndisk" not in out
 
 
-def test_a_disk_without_space_is_not_measured(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(diagnosis, "MEASURED_FILE", 1 << 60)
+def test_a_disk_without_space_is_not_measured(free_disk, tmp_path, capsys):
+    free_disk(1000)
     assert doctor.main(["--directory", str(tmp_path)]) == 0
     assert "disk      not measured:" in capsys.readouterr().out
 

@@ -68,11 +68,15 @@ def test_answers_with_other_tokens_are_found(tmp_path, monkeypatch):
     assert "ANSWERS HAD OTHER TOKENS" in said(tmp_path) and said(tmp_path).endswith("an answer had other tokens\n")
 
 
-def test_the_file_says_what_broke(tmp_path, monkeypatch):
+def breaks_with(patch, error):
     def broken(run, count):
-        raise DeviceError("no memory at /Users/ann/models")
+        raise error
 
-    monkeypatch.setattr(Soak, "seconds", broken)
+    patch.setattr(Soak, "seconds", broken)
+
+
+def test_the_file_says_what_broke(tmp_path, monkeypatch):
+    breaks_with(monkeypatch, DeviceError("no memory at /Users/ann/models"))
     assert doctor.main(["--soak", "1"]) == 1
     assert said(tmp_path).endswith("BROKE OR WRONG: DeviceError: no memory at PATH\n")
 
@@ -81,10 +85,7 @@ def test_the_file_says_how_far_a_run_came_that_was_cut_off(tmp_path, monkeypatch
     class PowerCut(BaseException):
         pass
 
-    def ends(run, count):
-        raise PowerCut
-
-    monkeypatch.setattr(Soak, "seconds", ends)
+    breaks_with(monkeypatch, PowerCut)
     with pytest.raises(PowerCut):
         doctor.main(["--soak", "1"])
     assert said(tmp_path).splitlines()[-2:] == [
