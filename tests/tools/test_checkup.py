@@ -1,10 +1,12 @@
 """The check of a machine's values: right ones pass, planted faults do not."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from metal import msl
 from moeflux_mlx.ops import native
+from moeflux_mlx.ops.linear import linear
 from moeflux_mlx.ops.observe import observing
 from moeflux_mlx.planning.machine import activation_bits, default_dtype
 from moeflux_mlx.tools import checkup
@@ -66,7 +68,16 @@ def test_a_kernel_that_metal_cannot_build_gets_no_threads(monkeypatch):
 @pytest.mark.skipif(not native.available(), reason="only the native kernels round activations")
 def test_the_rate_of_products_is_that_of_models(cpu_device):
     """They round activations by default, which takes about half of the time."""
-    seen = set()
-    with observing(lambda matrix, x: seen.add(native._chosen.bits)):
+    seen = []
+
+    def look(matrix, x):
+        if not seen:
+            seen.append((matrix, x))
+            seen.append(linear(x, matrix))
+
+    with observing(look):
         checkup.product_rate(mx.float32)
-    assert seen == {activation_bits("auto", None)} != {native.EXACT}
+    (matrix, x), product = seen
+    with native.activations(activation_bits("auto", None)):
+        assert np.array_equal(linear(x, matrix), product)
+    assert not np.array_equal(linear(x, matrix), product)
