@@ -1,4 +1,5 @@
-"""Each benchmark runs, with tiny models and on a CPU that stands in for the GPU, and ends with its line of JSON."""
+"""Each benchmark runs, with tiny models and on a CPU that stands in for the GPU, and ends with its line of JSON; drafts
+that follow traces, replays of traces, and digests of logits."""
 
 import argparse
 import importlib

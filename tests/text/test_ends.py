@@ -1,4 +1,4 @@
-"""Which tokens end an answer of a GGUF: what is stated, what texts say, and what the template writes."""
+"""Which tokens end an answer of a GGUF: what is stated, what texts say, what the template writes; and stop texts."""
 
 import pytest
 from hypothesis import given
