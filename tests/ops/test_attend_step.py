@@ -357,9 +357,9 @@ def test_a_late_token_is_turned_as_many_are(host):
 FAULTS = {
     "weights of the query": ("attend_step", "is_key ? D : 0", "0"),
     "heads without gates": ("attend_step", "q + (head + h) * STRIDE", "q + (head + h) * D"),
-    "pairs of the other kind": ("attend_step", "INTERLEAVED ?", "!INTERLEAVED ?"),
+    "pairs of the other kind": ("kv_head.h", "INTERLEAVED ?", "!INTERLEAVED ?"),
     "turned backwards": ("rotate.h", "-(b * sine)", "b * sine"),
-    "no magnitude": ("attend_step", "float(magnitude[0]) * metal::fast::sin", "metal::fast::sin"),
+    "no magnitude": ("kv_head.h", "magnitude * metal::fast::sin", "metal::fast::sin"),
     "no epsilon": ("kv_head.h", "+ eps)", "+ 0 * eps)"),
     "another key head": ("attend_step", "kv = head / G", "kv = 0"),
     "the newest are old": ("attend_step", "p < begun ?", "p <= begun ?"),
