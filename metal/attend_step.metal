@@ -47,7 +47,7 @@
   const size_t kept = size_t(kv) * capacity;
   const uint later = kv * RECENT * KD, values_later = KV * RECENT * KD + kv * RECENT * VD;
   const uint low = first_seen<WINDOW, CHUNKED>(offset);
-  const uint top = (low / P + part) * P;
+  const uint top = low + part * P;
   const uint visible = seen_count<TOP, RATIO, OWN>(offset);
   if (top >= visible) {
     return;
@@ -65,7 +65,7 @@
   for (uint t = 0; t < LOADS; t++) {
     const uint unit = tid + t * THREADS, p = seen_position<TOP, RATIO, OWN>(blocks, top + unit / UNITS, offset);
     loaded[t] = uint4{0, 0, 0, 0};
-    if (unit / UNITS < P && p < offset && p >= low) {
+    if (unit / UNITS < P && p < offset) {
       const device K* row =
           p < begun ? keys + (kept + (WINDOW ? p % capacity : p)) * KD : recent + later + (p - begun) * KD;
       loaded[t] = kv_load<D>(row, unit % UNITS, X(0));
@@ -74,7 +74,7 @@
   constexpr uint LINE = 128 / sizeof(K), LINES = (VD + LINE - 1) / LINE;
   for (uint i = tid; i < P * LINES; i += THREADS) {
     const uint p = seen_position<TOP, RATIO, OWN>(blocks, top + i / LINES, offset);
-    if (p < begun && p < offset && p >= low) {
+    if (p < begun && p < offset) {
       CODES_AHEAD(values + (kept + (WINDOW ? p % capacity : p)) * VD + i % LINES * LINE);
     }
   }
@@ -135,7 +135,7 @@
         odd = metal::fma(heads[h * D + u * EACH + j + 1], key[j + 1], odd);
       }
     }
-    weights[row * GH + h] = row < earlier && top + row >= low ? (even + odd) * scale[0] : NONE;
+    weights[row * GH + h] = row < earlier ? (even + odd) * scale[0] : NONE;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -175,10 +175,10 @@
     acc[h] = 0;
   }
   const bool has_column = V == D || column < V;
-  const uint end = has_column ? metal::min(uint(P), earlier) : 0, start = low > top ? low - top : 0;
+  const uint end = has_column ? metal::min(uint(P), earlier) : 0;
   constexpr uint AT_ONCE = 8;  // loads in flight: CUDA's compiler waits for each value that is used at once
   CODES_UNROLL(1)
-  for (uint next_row = start + share; next_row < end; next_row += AT_ONCE * SHARES) {
+  for (uint next_row = share; next_row < end; next_row += AT_ONCE * SHARES) {
     float value[AT_ONCE];
     MLX_MTL_PRAGMA_UNROLL
     for (uint i = 0; i < AT_ONCE; i++) {

@@ -365,10 +365,10 @@ FAULTS = {
     "the newest are old": ("attend_step", "p < begun ?", "p <= begun ?"),
     "values of the newest": ("attend_step", "values_later + (p - begun) * VD", "values_later + row * VD"),
     "its own position is left out": ("attend_step", "row == own ? last", "row == own ? NONE"),
-    "later positions": ("attend_step", "row < earlier && top", "row < P && top"),
+    "later positions": ("attend_step", "row < earlier ?", "row < P ?"),
     "a chunk that begins one later": ("seen.h", "offset - offset % WINDOW", "offset - offset % WINDOW + 1"),
     "a window too wide": ("seen.h", "offset + 1 - WINDOW : 0", "offset - WINDOW : 0"),
-    "a window too narrow": ("attend_step", "top + row >= low", "top + row > low"),
+    "a window too narrow": ("seen.h", "offset + 1 - WINDOW : 0", "offset + 2 - WINDOW : 0"),
     "a ring out of order": ("attend_step", "(kept + (WINDOW ? p % capacity : p)) * KD", "(kept + p % WINDOW) * KD"),
     "values out of order": (
         "attend_step",
@@ -377,7 +377,6 @@ FAULTS = {
     ),
     "no sinks": ("attend_combine", "total += metal::fast::exp(sink - largest)", "total += 0"),
     "sinks of the other sign": ("attend_combine", "exp(sink -", "exp(-sink -"),
-    "the first pieces": ("attend_combine", "first_seen<WINDOW, CHUNKED>", "first_seen<0, CHUNKED>"),
     "values as wide as keys": (
         "attend_step",
         "KV * RECENT * KD + kv * RECENT * VD",
@@ -402,8 +401,8 @@ FAULTS = {
 SEEN_IN = {  # the case that shows the fault; the others are in "one group"
     "heads without gates": "gates",
     "no magnitude": "YaRN",
-    "the first pieces": "chunk",
     "a window too wide": "window",
+    "a window too narrow": "window",
     "a chunk that begins one later": "chunk",
     "no sinks": "sinks",
     "sinks of the other sign": "sinks",

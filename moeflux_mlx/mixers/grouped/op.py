@@ -334,9 +334,7 @@ def plan_row(
     template = sizes | {"K": types[2], "W": types[1] or types[0], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
     template |= {"NORM": (1 + rotates_first) * (types[1] is not None), "DIMS": turn[0], "INTERLEAVED": int(turn[1])}
     template |= {"VNORM": int(norms_values), "LISTS": seen.lists, "APPENDED": 0, "RECENT": RECENT}
-    # A window of n positions may span one piece more than it fills; a short text has fewer.
-    pieces = ceildiv(seen.most or capacity + RECENT, positions)
-    pieces = pieces if window is None else ceildiv(window - 1, positions) + 1
+    pieces = ceildiv(window or seen.most or capacity + RECENT, positions)
     most = MOST_THREADS[target]
     template["SHARES"] = shares = 2 if 2 * width <= most else 1
     columns = max(n for n in range(32, value_width + 1, 32) if value_width % n == 0 and 4 * n <= most)
