@@ -111,7 +111,7 @@ def test_what_a_model_runs_is_shown_for_any_backend(capsys, cpu_device, backend,
 def test_reasons_are_listed_below_what_runs(capsys, cpu_device):
     lines = launches(capsys, "--variant", "qwen3-30b-a3b", "--backend", "cuda")
     runs, reasons = below(lines, "attention", 1)
-    assert "qmv[affine4] x2, attend_step, attend_combine" in runs and not reasons
+    assert "qmv[affine4] x2, attend_matrix, attend_combine" in runs and not reasons
     runs, reasons = below(lines, "attention", 512)
     assert "MLX operations only" in runs
     assert "no kernel for attend: there are several tokens" in reasons
