@@ -17,7 +17,7 @@ from test_packed import tiny_args
 from test_source import Faults, blocks, slow
 
 from moeflux_mlx.errors import ExpertIOError, ModelFileError
-from moeflux_mlx.experts import files, reader, resident
+from moeflux_mlx.experts import files, reader, whole
 from moeflux_mlx.experts.files import OpenFiles
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.streamed import StreamedExperts
@@ -257,7 +257,7 @@ def test_files_are_closed_once_resident_experts_are_read(stacks, monkeypatch):
 
 
 def test_memory_but_the_first_is_touched_before_it_is_filled(monkeypatch):
-    monkeypatch.setattr(resident, "TOUCHED_BYTES", 3 * mmap.PAGESIZE)
+    monkeypatch.setattr(whole, "TOUCHED_BYTES", 3 * mmap.PAGESIZE)
     begun, rows = [], np.ones((6, 2 * mmap.PAGESIZE), np.uint32)
 
     def portions():
@@ -265,7 +265,7 @@ def test_memory_but_the_first_is_touched_before_it_is_filled(monkeypatch):
             begun.append(first)
             yield Portion(0, rows, first, stop)
 
-    for i, portion in enumerate(resident.touched(portions()), 1):
+    for i, portion in enumerate(whole.touched(portions()), 1):
         pages = portion.records.view(np.uint8).reshape(-1, mmap.PAGESIZE)
         assert len(pages) == 8 * i and pages[:, 4].all()
         assert pages[:, 0].all() if i == 1 else not pages[:, 0].any()
@@ -276,7 +276,7 @@ def test_memory_but_the_first_is_touched_before_it_is_filled(monkeypatch):
 def test_layers_are_read_by_portions_in_their_order(tmp_path, monkeypatch, device, backend_is, kernels_are):
     """On CUDA layers use two buffers in turn, and none is overwritten before it has been copied."""
     where, truth = write_stacks(tmp_path, layers=4)
-    monkeypatch.setattr(resident, "PORTION_BYTES", 4 * where.layout.records[0].stride)
+    monkeypatch.setattr(whole, "PORTION_BYTES", 4 * where.layout.records[0].stride)
     kernels_are(device == "cuda")
     backend_is(device)
     seen = []
@@ -286,11 +286,11 @@ def test_layers_are_read_by_portions_in_their_order(tmp_path, monkeypatch, devic
         assert np.array_equal(rows, truth[layer][first : first + len(rows)])
         time.sleep(0.02)  # reads that have begun end now
 
-    def kept(rows, right=resident.kept):
+    def kept(rows, right=whole.kept):
         seen.append("kept")
         return right(rows)
 
-    monkeypatch.setattr(resident, "kept", kept)
+    monkeypatch.setattr(whole, "kept", kept)
     source = ResidentExperts(where, check=check)
     assert seen == [one for layer in range(4) for one in ((layer, 0), (layer, 3), "kept")]
     for layer in range(4):
@@ -301,14 +301,14 @@ def test_layers_are_read_by_portions_in_their_order(tmp_path, monkeypatch, devic
 @pytest.mark.parametrize("count", [0, 1, 3, 9])
 def test_several_reads_begin_before_the_first_record_is_given(count):
     begun = []
-    given = resident.begun_ahead(map(begun.append, range(5)), count)
+    given = whole.begun_ahead(map(begun.append, range(5)), count)
     assert [len(begun) for _ in given] == [min(i + count, 5) for i in range(1, 6)]
 
 
 def test_nan_scales_are_reported_with_their_expert(stacks, monkeypatch):
     where, _ = stacks
     stride = where.layout.records[1].stride
-    monkeypatch.setattr(resident, "PORTION_BYTES", 2 * stride)
+    monkeypatch.setattr(whole, "PORTION_BYTES", 2 * stride)
     field = next(one for one in where.layout.records[1].fields if one.dtype == "BF16")
     piece = next(one for one in where.pieces(1, 4) if one.place == field.offset)
     for layer, expert in ((layer, expert) for layer in (0, 1) for expert in range(EXPERTS)):
