@@ -414,9 +414,9 @@ def gated_delta_tokens(
     """
     T = qkv.shape[0]
     target = backend.name()
-    (a, a_stride), (b, b_stride) = where_a or (a, a.shape[-1]), where_b or (b, b.shape[-1])
+    (own_a, a_stride), (own_b, b_stride) = where_a or (a, a.shape[-1]), where_b or (b, b.shape[-1])
     prepare, steps = plan_tokens(target, T, qkv.dtype, state.shape, key_heads, rule, a_stride, b_stride)
-    qk, gates = prepare(qkv, a, b, A_log, dt_bias, count(T))
+    qk, gates = prepare(qkv, own_a, own_b, A_log, dt_bias, count(T))
     out, following = steps(qkv, qk, gates, state, count(T))
     return out, following
 
