@@ -48,7 +48,7 @@ def router(rng, rows, columns, bits, group):
     return Part(Quant(bits, group), *matrix.arrays("F32")), matrix.values
 
 
-ROUTERS = [(1, 33, 2048), (3, 8, 192)]  # T, O, H
+ROUTERS = [(1, 33, 2048), (3, 8, 192), (20, 9, 192)]  # T, O, H
 
 
 @pytest.mark.parametrize("sizes, form, dtype", drawn(ROUTERS, [(0, 64), (8, 64), (4, 32)], FLOATS))
