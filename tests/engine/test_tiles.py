@@ -156,7 +156,7 @@ def test_a_model_computes_with_its_own_tiles(monkeypatch):
     from moeflux_mlx.opening import engine
 
     own = Tiles(FOUND)
-    monkeypatch.setattr(engine, "choose", lambda option: own if option == "auto" else CODE)
+    monkeypatch.setattr(engine, "choose_tiles", lambda option: own if option == "auto" else CODE)
     models = [load_model(tiny_directory("qwen3_moe"), set={"tiles": name}) for name in ("auto", "code")]
     assert [model.tiles for model in models] == [own, CODE]
     used, real = [], decoder.using

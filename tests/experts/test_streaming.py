@@ -714,8 +714,8 @@ CUT = """
     from moeflux_mlx.ops import native
     from moeflux_mlx.errors import ExpertIOError
     from moeflux_mlx.opening.engine import load_model
-    from moeflux_mlx.experts import stamps
-    stamps.LOOK_SECONDS = 1e9
+    from moeflux_mlx.experts import files
+    files.LOOK_SECONDS = 1e9
     if sys.argv[2] == "twins":
         native.available, native.warn_if_missing = (lambda: False), (lambda: None)
     model = load_model(sys.argv[1], dtype=mx.float32, expert_io="mmap")
