@@ -435,7 +435,7 @@ def changed(body, path, value):
 def attempt(api, body):
     """Returns a request whose parts are JSON again, or a refusal of one line."""
     try:
-        request = api.read(body)
+        request = api.read(parse(json.dumps(body).encode()))
     except RequestError as error:
         message = str(error)
         assert "\n" not in message and len(message) < 400
