@@ -139,7 +139,7 @@ def theirs(config: dict, package: str = "mlx-lm") -> Any:
         whole = module.ModelConfig.from_dict(config | {"vision_config": {}})
         module = importlib.import_module(f"mlx_vlm.models.{kind}.language")
         model = module.LanguageModel(getattr(whole, "text_config", whole))
-        model.config = whole
+        model.config = getattr(model, "config", None) or whole
     nn.quantize(model, 64, 4, class_predicate=partial(quantised, model))
     randomise_theirs(model, ModelArgs.from_dict(config).num_experts)
     return model if package == "mlx-lm" else Logits(model)
