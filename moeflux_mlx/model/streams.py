@@ -267,8 +267,7 @@ class NormedBlockSum(nn.Module):
 
     def gather_behind(self, h: AnyArray, out: AnyArray) -> tuple[AnyArray, ...]:
         """The sums behind the part before, whose output is `out`, and `gather` of them."""
-        sums = library_of(h).concatenate([h, out], axis=-1) if self.begins else block_sums.added(h, out)
-        return sums, *self.gather(sums)
+        return block_sums.mixed_behind(h, out, self._queries, self.eps, self.begins, normed=True)
 
     def last(self, h: Array) -> AnyArray:
         """The stream behind the last layer."""
