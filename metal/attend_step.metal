@@ -15,7 +15,8 @@
 // DIMS / 2. If VNORM is 1, v is divided by its root mean square too.
 //
 // For each piece of P visible positions and each head, parts[., PIECE, V + 2] float gets the sum of the values,
-// weighted by exp(score - largest), where score = scale[0] q k; then the largest score, and the sum of the weights.
+// weighted by exp(score - largest), where score = scale[0] q k; then the largest score, and the sum of the weights. If
+// EXTENT is not 0, biases[H, EXTENT] float has what is added to q k by the positions between the token's and the key's.
 // PIECE is H, or the number of heads of all tokens of the launch. The order of sums depends only on positions. next is
 // `recent` with the token's key and value added; if APPENDED is 1, it has them already (attend_append.metal), and next
 // is not written. All other arrays are X.
@@ -169,7 +170,9 @@
         odd = metal::fma(heads[h * D + u * EACH + j + 1], key[j + 1], odd);
       }
     }
-    weights[row * GH + h] = row < earlier && top + row >= low ? even + odd : NONE;
+    const uint age = offset - top - row;
+    const float bias = EXTENT && age < EXTENT ? float(biases[(head + h) * EXTENT + age]) * scale[0] : 0.0f;
+    weights[row * GH + h] = row < earlier && top + row >= low ? even + odd + bias : NONE;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -181,7 +184,7 @@
     for (uint i = lane; i < D; i += 32) {
       last = metal::fma(heads[h * D + i], heads[GH * D + i], last);
     }
-    last = lane_sum<32>(last);
+    last = lane_sum<32>(last) + (EXTENT ? float(biases[(head + h) * EXTENT]) * scale[0] : 0.0f);
     float largest = own < P ? last : NONE;
     for (uint row = lane; row < P; row += 32) {
       const float score = is_mine ? weights[row * GH + h] : NONE;

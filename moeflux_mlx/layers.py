@@ -223,14 +223,14 @@ class Convolution(nn.Module):
 
 
 class BranchConvolution(Convolution):
-    """What the output of a layer's part passes before it is added."""
+    """What the output of a layer's part passes before it is added to `residual`, if that is given."""
 
     def __init__(self, rule: ShortConvolution):
         super().__init__(rule.channels, rule.taps)
         self.factor = rule.factor
 
-    def __call__(self, x: Array, cache: AnyCache) -> AnyArray:
-        return convolved(x, cache, self.weight, self.factor)
+    def __call__(self, x: Array, cache: AnyCache, residual: AnyArray = None) -> AnyArray:
+        return convolved(x, cache, self.weight, self.factor, residual=residual)
 
 
 class Embedding(Weight):

@@ -78,7 +78,7 @@ class ConvolvedStream(OneStream):
     def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
         """The stream with the mixer's output, as the feed-forward part's input, and once more for `added`."""
         out = self.mixer.mixed(h, self.norm, caches, chosen)
-        h = h + self.convolution(out, caches[-1])
+        h = self.convolution(out, caches[-1], h)
         return h, h
 
     def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:

@@ -101,9 +101,7 @@ def refusal(target: str, tokens: int, count: int, inputs: int = 1) -> Reason | N
 
 
 @planned("block_sums")
-def plan_mix(
-    target: str, sizes: tuple[int, int, int], dtype: mx.Dtype, eps: float, adds: int, normed: bool
-) -> Launch:
+def plan_mix(target: str, sizes: tuple[int, int, int], dtype: mx.Dtype, eps: float, adds: int, normed: bool) -> Launch:
     """The launch that weighs sums and adds them up, with a part's output as one of the three constants says. `sizes`:
     how many sums, of how many inputs, and the width of each.
     """

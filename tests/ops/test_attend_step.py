@@ -344,12 +344,14 @@ def test_a_late_token_is_turned_as_many_are(host):
     q, k, v = parts = [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)]
     shapes, types = [part.shape[2:] for part in parts], (q.dtype,) * 3
     step, _ = attend.plan_row(
-        backend.name(), shapes, types, 32, (64, False), (None, False, False, False, False), SEEING_ALL
+        backend.name(), shapes, types, 32, (64, False), (None, False, False, False, False, 0), SEEING_ALL
     )
     weights, numbers = [norm.weight for norm in layer.norms], (1e-2, 1.0, 0.3)
     kept, recent = mx.zeros((1, 2, 64, 64)), mx.zeros(2 * 2 * attend.RECENT * 64)
     positions = mx.array([late, late, 64, late], mx.int32)
-    *_, recent = step(*parts, *weights, layer.rope.periods, *numbers, positions, kept, kept, recent, positions)
+    *_, recent = step(
+        *parts, *weights, layer.rope.periods, *numbers, positions, kept, kept, recent, positions, positions
+    )
     want = layer.rope(layer.norms[1](k).transpose(0, 2, 1, 3), late)
     assert np.abs(np.array(recent).reshape(2, 2, -1, 64)[0, :, 0] - np.array(want)[0, :, 0]).max() < 1e-4
 

@@ -44,7 +44,7 @@ from .terms import Terms
 
 ATTEND_STEP = Kernel(
     "attend_step",
-    "q k v q_weight k_weight periods eps magnitude scale positions keys values recent chosen",
+    "q k v q_weight k_weight periods eps magnitude scale positions keys values recent chosen biases",
     "parts next",
 )
 ATTEND_APPEND = Kernel("attend_append", "k v k_weight periods eps magnitude positions recent", "next")
@@ -246,7 +246,8 @@ def _on_kernels(
             cache.advance(recent[0])
     chosen = positions[0] if seen is None else seen.chosen
     scale = score_scale(positions, terms.scale, terms.query_scale)
-    parts, *made = step(*inputs, *constants, scale, *positions, *keys, *values, *recent, chosen)
+    biases = k if terms.biases is None else terms.biases
+    parts, *made = step(*inputs, *constants, scale, *positions, *keys, *values, *recent, chosen, biases)
     if append is None:
         for cache, own in zip(rows.absorbing(), made, strict=True):
             cache.advance(own)
@@ -316,7 +317,7 @@ def plan_row(
     types: tuple[mx.Dtype, mx.Dtype | None, mx.Dtype],
     capacity: int,
     turn: tuple[int, bool],
-    limits: tuple[int | None, bool, bool, bool, bool],
+    limits: tuple[int | None, bool, bool, bool, bool, int],
     seen: SeenSizes,
 ) -> tuple[Launch, Launch]:
     """The launch over pieces of positions and that of their sum, for one row. `shapes`: [heads, width] of q, k and v;
@@ -324,7 +325,7 @@ def plan_row(
     neighbours.
     """
     (heads, stride), (kv_heads, width), (_, value_width) = shapes
-    window, has_sinks, norms_values, chunked, rotates_first = limits
+    window, has_sinks, norms_values, chunked, rotates_first, extent = limits
     shared = heads // kv_heads
     abreast = max(n for n in range(1, HEADS + 1) if shared % n == 0)
     longest = 128 if width <= 128 or target == "cuda" else 64
@@ -334,6 +335,7 @@ def plan_row(
     template = sizes | {"K": types[2], "W": types[1] or types[0], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
     template |= {"NORM": (1 + rotates_first) * (types[1] is not None), "DIMS": turn[0], "INTERLEAVED": int(turn[1])}
     template |= {"VNORM": int(norms_values), "LISTS": seen.lists, "APPENDED": 0, "RECENT": RECENT}
+    template["EXTENT"] = extent
     # A window of n positions may span one piece more than it fills; a short text has fewer.
     pieces = ceildiv(seen.most or capacity + RECENT, positions)
     pieces = pieces if window is None else ceildiv(window - 1, positions) + 1
