@@ -16,6 +16,7 @@ from ..ops.backend import AnyArray, Array, library_of
 from ..ops.elementwise import scaled, split
 from ..ops.norm import rms_norm
 from ..ops.seen import Chosen
+from .streams import MIXERS, MLP
 
 
 class OneStream:
@@ -177,12 +178,11 @@ class ToldStreams(SeveralStreams):
     def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
         streams, sums = split(h, h.shape[-1] - self.told)
         *of_inputs, of_mlp = self.messages(sums)
-        (x,), width, library = self.before.gather(streams), of_mlp.shape[-1], library_of(h)
+        (x,), width = self.before.gather(streams), of_mlp.shape[-1]
         inputs = [x] * 3 if x.shape[-1] == width else split(x, width, 2 * width)
-        gates = zip((self.gates.q, self.gates.k, self.gates.v), inputs, of_inputs, strict=True)
-        x = library.concatenate([gate(own, message) for gate, own, message in gates], axis=-1)
+        x = self.gates(MIXERS, inputs, of_inputs)
         x, streams = self._behind_mixer(streams, x, caches, chosen)
-        return self.gates.mlp(x, of_mlp), streams, sums
+        return self.gates(MLP, [x], [of_mlp]), streams, sums
 
     def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
         streams, sums = kept

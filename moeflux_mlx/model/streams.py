@@ -1,6 +1,6 @@
 """The modules between several residual streams and the parts of a layer, and those after the last layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -11,7 +11,7 @@ from ..layers import Linear, RMSNorm, Stack, packed
 from ..ops import backend, block_sums
 from ..ops.backend import AnyArray, Array, library_of
 from ..ops.elementwise import float32, sigmoid, split
-from ..ops.gated_streams import Behind, gated_mean, injected, takes_token, token_mean
+from ..ops.gated_streams import Behind, gated_mean, injected, let_in, takes_messages, takes_token, token_mean
 from ..ops.norm import rms_norm
 from ..ops.streams import (
     Mapping,
@@ -278,6 +278,9 @@ class NormedBlockSum(nn.Module):
         return block_sums.added(h, out)
 
 
+MIXERS, MLP = ("q", "k", "v"), ("mlp",)  # the gates of a mixer's inputs, and that of a feed-forward part's
+
+
 class MessageGate(nn.Module):
     """Lets a message into an input of a layer's part (`Messages`)."""
 
@@ -301,7 +304,31 @@ class MessageGates(nn.Module):
 
     def __init__(self, hidden_size: int, rank: int, eps: float):
         super().__init__()
+        self.eps = eps
         self.q, self.k, self.v, self.mlp = (MessageGate(hidden_size, rank, eps) for _ in range(4))
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Joins the matrices of gates that are used together; called again once they have their tensors."""
+        self._joined = {
+            names: (
+                Stack(*(self[name].down_proj for name in names)),
+                Stack(*(matrix for name in names for matrix in (self[name].forget_proj, self[name].gain_proj))),
+            )
+            for names in (MIXERS, MLP)
+        }
+
+    def __call__(self, names: Sequence[str], inputs: Sequence[Array], messages: Sequence[Array]) -> AnyArray:
+        """The inputs [B, L, D] with their messages let in by the gates `names`, `MIXERS` or `MLP`, side by side."""
+        library, (low, up) = library_of(inputs[0]), (stack.stacked for stack in self._joined[tuple(names)])
+        pairs = zip(inputs, messages, strict=True)
+        if takes_messages(inputs[0], low, up, len(names)):
+            assert low is not None and up is not None
+            return let_in(
+                mx.concatenate([one for pair in pairs for one in pair], axis=-1), low, up, self.eps, len(names)
+            )
+        made = [self[name](*pair) for name, pair in zip(names, pairs, strict=True)]
+        return made[0] if len(made) == 1 else library.concatenate(made, axis=-1)
 
 
 class MessageQueries(nn.Module):

@@ -21,7 +21,7 @@ from ..layers import BranchConvolution, GatedNorm, Linear, RMSNorm, Weight
 from ..mixers.registry import make_caches, module_of, stored_forms
 from ..model.feed_forward import feed_forward_of
 from ..model.ngrams import NGramLayer
-from ..model.streams import MessageGates, MessageQueries, connection
+from ..model.streams import MIXERS, MLP, MessageGates, MessageQueries, connection
 from ..ops import backend
 from ..ops.backend import AnyArray
 from ..ops.forms import DTYPES
@@ -245,9 +245,9 @@ def _messages(shapes: Shapes, rule: BlockSums, layer: int) -> Compute:
     _fill(gates, f"model.layers.{layer}.controllers.", shapes)
 
     def run(x: AnyArray, caches: Any) -> None:
-        made = queries.messages(layer, spread(x, rule.told))
-        for gate, message in zip((gates.q, gates.k, gates.v, gates.mlp), made, strict=True):
-            gate(x, message)
+        *of_mixer, of_mlp = queries.messages(layer, spread(x, rule.told))
+        gates(MIXERS, [x] * 3, of_mixer)
+        gates(MLP, [x], [of_mlp])
 
     return run
 
