@@ -310,25 +310,24 @@ class MessageGates(nn.Module):
 
     def arrange(self) -> None:
         """Joins the matrices of gates that are used together; called again once they have their tensors."""
-        self._joined = {
-            names: (
+        self._of_mixer, self._of_mlp = (
+            (
                 Stack(*(self[name].down_proj for name in names)),
                 Stack(*(matrix for name in names for matrix in (self[name].forget_proj, self[name].gain_proj))),
             )
             for names in (MIXERS, MLP)
-        }
+        )
 
     def __call__(self, names: Sequence[str], inputs: Sequence[Array], messages: Sequence[Array]) -> AnyArray:
         """The inputs [B, L, D] with their messages let in by the gates `names`, `MIXERS` or `MLP`, side by side."""
-        library, (low, up) = library_of(inputs[0]), (stack.stacked for stack in self._joined[tuple(names)])
-        pairs = zip(inputs, messages, strict=True)
+        low, up = (stack.stacked for stack in (self._of_mlp if names == MLP else self._of_mixer))
+        pairs = list(zip(inputs, messages, strict=True))
         if takes_messages(inputs[0], low, up, len(names)):
             assert low is not None and up is not None
-            return let_in(
-                mx.concatenate([one for pair in pairs for one in pair], axis=-1), low, up, self.eps, len(names)
-            )
+            both = mx.concatenate([one for pair in pairs for one in pair], axis=-1)
+            return let_in(both, low, up, self.eps, len(names))
         made = [self[name](*pair) for name, pair in zip(names, pairs, strict=True)]
-        return made[0] if len(made) == 1 else library.concatenate(made, axis=-1)
+        return made[0] if len(made) == 1 else library_of(made[0]).concatenate(made, axis=-1)
 
 
 class MessageQueries(nn.Module):
