@@ -86,8 +86,8 @@ class SharingMoE(MoE):
         self._is_apart, self._adds = True, not residual.adds_itself
         self._each = part.shared.width // part.router.shared
 
-    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
-        before = super().choose(residual, norm, predict, tokens)
+    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, *more: AnyArray) -> BeforeExperts:
+        before = super().choose(residual, norm, predict, *more)
         weights, beside = self._shares(before.x, before.logits, before.weights, residual)
         return before._replace(residual=beside, weights=weights, host_copy=[])
 
@@ -118,8 +118,10 @@ class SharingMoE(MoE):
 class MoEBetweenStreams(MoE):
     """An `MoE` that adds its output to nothing: a connection adds it to several streams, or a residual to a stream."""
 
-    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
-        before = super().choose(residual, norm, predict, tokens)
+    keeps_stream: ClassVar[bool] = False
+
+    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, *more: AnyArray) -> BeforeExperts:
+        before = super().choose(residual, norm, predict, *more)
         return before._replace(residual=zeros_like(residual))
 
     def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
@@ -163,8 +165,8 @@ class ShortcutMoE(MoE):
         super().__init__(part, hidden_size, layer, experts, residual, eps)
         self._is_apart, self._count = True, part.router.experts
 
-    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
-        before = super().choose(residual, norm, predict, tokens)
+    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, *more: AnyArray) -> BeforeExperts:
+        before = super().choose(residual, norm, predict, *more)
         ids, weights, own = without_identities(before.ids, before.weights, self._count)
         returned = (own.astype(before.x.dtype) * before.x).reshape(residual.shape)
         return before._replace(residual=returned, ids=ids, weights=weights, host_copy=[])
