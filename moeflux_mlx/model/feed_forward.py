@@ -11,8 +11,9 @@ import mlx.nn as nn
 from ..experts.routing import Pieces, RoutedExpertsCall
 from ..kinds import Dense, Experts, Residual, Shortcut
 from ..layers import MLP, OutputNorm, RMSNorm
-from ..ops.backend import AnyArray, Array, library_of, of_kind, zeros_like
+from ..ops.backend import AnyArray, Array, has_kernels, library_of, of_kind, zeros_like
 from ..ops.route import SCORES
+from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
 from .moe import (
     BeforeExperts,
@@ -101,7 +102,7 @@ class SharingMoE(MoE):
     def _shares(self, x: AnyArray, logits: AnyArray, scores: AnyArray, residual: AnyArray) -> tuple[AnyArray, AnyArray]:
         """The weights [T, K] of the routed experts by their scores, and the shared experts' output, which they add."""
         own = SCORES[self.rule.score](logits[:, self.rule.experts :])
-        factor = self._scale / (scores.sum(axis=-1, keepdims=True) + own.sum(axis=-1, keepdims=True))
+        factor = self._scale / (_sum(scores) + _sum(own))
         if "output_scale" in self:
             factor = factor * of_kind(self.output_scale, factor)
         of_rows = library_of(x).repeat(own * factor, self._each, axis=-1)
@@ -113,6 +114,13 @@ class SharingMoE(MoE):
 
     def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> None:
         """None: their weights are not known yet."""
+
+
+def _sum(scores: AnyArray) -> AnyArray:
+    """[T, 1] of [T, K]; of the rows of a step on a GPU by additions, which a compiled step joins with what follows."""
+    if not has_kernels() or len(scores) > MAX_TOKENS:
+        return scores.sum(axis=-1, keepdims=True)
+    return sum((scores[:, i : i + 1] for i in range(1, scores.shape[1])), scores[:, :1])
 
 
 class MoEBetweenStreams(MoE):

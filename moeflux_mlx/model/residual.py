@@ -12,9 +12,9 @@ import mlx.nn as nn
 
 from ..kinds import WeighedSum
 from ..layers import BranchConvolution, Caches, MixerModule, OutputNorm, RMSNorm, ScaledNorm
+from ..ops.add_normed import add_weighed
 from ..ops.backend import AnyArray, Array, library_of
-from ..ops.elementwise import scaled, split
-from ..ops.norm import rms_norm
+from ..ops.elementwise import split
 from ..ops.seen import Chosen
 from .streams import MIXERS, MLP
 
@@ -105,9 +105,8 @@ class WeighedParts(nn.Module):
         mx.eval(self._stream_weight)
 
     def __call__(self, h: Array, made: Array) -> AnyArray:
-        normed: AnyArray = self.norm(made) if "norm" in self else rms_norm(made, None, self.rule.eps)
-        joined: AnyArray = scaled(h, self._stream_weight) + scaled(normed, self.part_weight)
-        return joined.astype(h.dtype)
+        scale = self.norm.weight if "norm" in self else None
+        return add_weighed(h, made, (self._stream_weight, self.part_weight), self.rule.eps, scale)
 
 
 class WeighedStream(NormedApart):

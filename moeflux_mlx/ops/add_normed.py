@@ -1,4 +1,6 @@
-"""Adds the normed output of a layer's part to the stream; for the rows of a step on a GPU in one launch."""
+"""Adds the normed output of a layer's part to the stream, perhaps each with weights; for the rows of a step on a GPU in
+one launch.
+"""
 
 from typing import NamedTuple
 
@@ -8,7 +10,7 @@ from . import backend
 from .backend import AnyArray, Array
 from .elementwise import scaled
 from .launch import Kernel, Launch, Reason
-from .norm import Norm
+from .norm import Norm, rms_norm
 from .tiles import MAX_TOKENS, planned
 
 ADD_NORMED = Kernel("add_normed", "h made made_weight beside beside_weight weight eps factor", "out")
@@ -36,13 +38,33 @@ def add_normed(h: Array, made: Array | Pair, norm: Norm, factor: mx.array | None
     if isinstance(h, mx.array):
         rows, width = h.size // h.shape[-1], h.shape[-1]
         launch = plan(
-            backend.name(), min(rows, MAX_TOKENS + 1), width, h.dtype, isinstance(made, Pair), factor is not None
+            backend.name(), min(rows, MAX_TOKENS + 1), width, h.dtype, isinstance(made, Pair), factor is not None, 0
         )
         if not isinstance(launch, Reason):
             out = launch(h, *_inputs(made, norm), norm.weight, norm.eps, norm.weight if factor is None else factor)[0]
             return out.reshape(h.shape)
     joined: AnyArray = h + norm(made.sum() if isinstance(made, Pair) else made)
     return joined if factor is None else scaled(joined, factor)
+
+
+def add_weighed(
+    h: Array, made: Array, weights: tuple[mx.array, mx.array], eps: float, scale: mx.array | None
+) -> AnyArray:
+    """h times the first of `weights` [D], plus made * scale, normed without a weight, times the second; all rows
+    [..., D]. `scale` [D]: None for 1.
+    """
+    kept, own = weights
+    if isinstance(h, mx.array):
+        rows, width = h.size // h.shape[-1], h.shape[-1]
+        launch = plan(
+            backend.name(), min(rows, MAX_TOKENS + 1), width, h.dtype, False, False, 1 if scale is None else 2
+        )
+        if not isinstance(launch, Reason):
+            out = launch(h, made, own if scale is None else scale, made, kept, own, eps, own)[0]
+            return out.reshape(h.shape)
+    normed = rms_norm(made if scale is None else scaled(made, scale), None, eps)
+    joined: AnyArray = scaled(h, kept) + scaled(normed, own)
+    return joined.astype(h.dtype)
 
 
 def _inputs(made: AnyArray, norm: Norm) -> tuple[AnyArray, ...]:
@@ -53,10 +75,13 @@ def _inputs(made: AnyArray, norm: Norm) -> tuple[AnyArray, ...]:
 
 
 @planned("add_normed")
-def plan(target: str, rows: int, width: int, dtype: mx.Dtype, is_pair: bool, has_factor: bool) -> Launch | Reason:
+def plan(
+    target: str, rows: int, width: int, dtype: mx.Dtype, is_pair: bool, has_factor: bool, weighed: int
+) -> Launch | Reason:
     if rows > MAX_TOKENS:
         return Reason(f"there are more than {MAX_TOKENS} rows")
     if width > WIDEST:
         return Reason(f"rows of {width} values are wider than {WIDEST}")
     template = {"X": dtype, "D": width, "SG": SIMDGROUPS, "PAIR": int(is_pair), "FACTOR": int(has_factor)}
+    template["WEIGHED"] = weighed
     return Launch(target, ADD_NORMED, template, (1, rows), 32 * SIMDGROUPS, [((rows, width), dtype)])
