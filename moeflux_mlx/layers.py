@@ -20,7 +20,7 @@ from .ops.elementwise import activate, gated, plus, scaled, softcap, split
 from .ops.gated_streams import takes_token, token_mean
 from .ops.launch import ArrayPiece, pack
 from .ops.linear import embed, linear, row_by_row
-from .ops.norm import Norm, layer_norm, rms_norm
+from .ops.norm import Norm, group_norm, layer_norm, rms_norm
 from .ops.route import router_logits
 from .ops.rows import AnyCache
 from .ops.seen import Chosen
@@ -295,8 +295,7 @@ class GroupNorm(nn.Module):
         self.weight, self.eps, self.groups = mx.ones((dims,)), eps, groups
 
     def __call__(self, x: Array) -> Array:
-        parts = rms_norm(x.reshape(*x.shape[:-1], self.groups, -1), None, self.eps)
-        return scaled(parts.reshape(x.shape), self.weight)
+        return group_norm(x, self.weight, self.eps, self.groups)
 
 
 class GatedNorm(nn.Module):

@@ -16,11 +16,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..kinds import BlockSums, Connections, Mixer, NGrams, streams_before
-from ..layers import BranchConvolution, GatedNorm, Linear, RMSNorm, Weight
+from ..kinds import BlockSums, Connections, Mixer, NGrams, WeighedSum, streams_before
+from ..layers import BranchConvolution, GatedNorm, Linear, RMSNorm, Weight, norm_of
 from ..mixers.registry import make_caches, module_of, stored_forms
 from ..model.feed_forward import feed_forward_of
 from ..model.ngrams import NGramLayer
+from ..model.residual import WeighedParts
 from ..model.streams import MIXERS, MLP, MessageGates, MessageQueries, connection
 from ..ops import backend
 from ..ops.backend import AnyArray
@@ -185,6 +186,12 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, bool]]
             yield f"{mixer.title}, {moment}", layers, _late(mix, shapes.dtype, length), True
     if residual.gate_rank:
         yield from _gated_norms(shapes)
+    elif residual.norm_groups > 1:
+        made = norm_of(residual, args.hidden_size, args.rms_norm_eps)
+        _fill(made, "model.norm.", shapes)
+        yield "norms of parts", range(args.num_hidden_layers), partial(_of_rows, made), False
+    if residual.weighed is not None:
+        yield "weighed sums", range(args.num_hidden_layers), _weighed(shapes, residual.weighed), False
     if residual.convolved:
         yield "convolutions of outputs", range(args.num_hidden_layers), _convolved(shapes), False
     if args.connections is not None:
@@ -250,6 +257,14 @@ def _messages(shapes: Shapes, rule: BlockSums, layer: int) -> Compute:
         gates(MLP, [x], [of_mlp])
 
     return run
+
+
+def _weighed(shapes: Shapes, rule: WeighedSum) -> Compute:
+    """The sums of the stream and the output of a part, of a mixer and of experts."""
+    sums: list[Any] = [WeighedParts(shapes.args.hidden_size, rule, has_scale) for has_scale in (False, True)]
+    for made, name in zip(sums, ("mixer_sum", "output_sum"), strict=True):
+        _fill(made, f"model.layers.0.{name}.", shapes)
+    return lambda x, _: [made(x, x + 0) for made in sums]  # another array: a launch takes each once
 
 
 def _of_rows(module: Any, x: AnyArray, caches: Any) -> Any:
