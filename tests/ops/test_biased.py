@@ -13,6 +13,7 @@ from moeflux_mlx.mixers.grouped.module import HeadClip
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery, RelativeBias
 from moeflux_mlx.mixers.grouped.terms import Terms
 from moeflux_mlx.mixers.registry import make_caches
+from moeflux_mlx.ops import native
 from moeflux_mlx.ops.rows import StepRows
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -84,6 +85,21 @@ def error(layer, lengths):
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_on_kernels(case):
     assert error(Layer(*CASES[case]), [50, 1, 1, 1]) < (3e-2 if CASES[case][-1] == mx.bfloat16 else 3e-5)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "bfloat16"])
+def test_tokens_on_the_cpu(case):
+    if not native.available():
+        pytest.skip("the extension is not built")
+    layer, worst = Layer(*CASES[case]), 0.0
+    caches = [make_caches(layer.part)[0] for _ in range(2)]
+    for length in (50, *[1] * 40):  # more than lie in the small array of the newest
+        parts = layer.tokens(length)
+        own = [None if part is None else np.array(part) for part in parts]
+        got, want = layer.attend(own, caches[0]), wide(layer.attend(parts, caches[1]))
+        assert isinstance(got, np.ndarray)
+        worst = max(worst, np.abs(got - want).max() / np.abs(want).max())
+    assert worst < 3e-5
 
 
 @msl.needed

@@ -1,19 +1,21 @@
 """Attention whose scores have a bias by distance (`RelativeBias`), perhaps with a sink of each token. On a GPU a token
-takes a launch for the biases and those of `op.attend`; all else is MLX's operations, on the CPU too.
+takes a launch for the biases and those of `op.attend`, on the CPU a call; all else is MLX's operations, on the CPU too.
 """
 
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from ...ops import backend
 from ...ops.backend import AnyArray, arange, kernels_take, leave, of_kind
+from ...ops.elementwise import float32
 from ...ops.launch import LEAST_ELEMENTS, Kernel, Launch, Shape
 from ...ops.positions import Steps
 from ...ops.query_scale import scaled_queries
 from ...ops.rows import StepRows
 from ...ops.tiles import planned
-from .op import attend, attend_in_parts, refusal
+from .op import attend, attend_in_parts, native_refusal, refusal
 from .terms import Terms
 
 INPUTS = Kernel("biased_inputs", "q k states q_weight r_weight profiles", "biases next_q next_k")
@@ -107,6 +109,8 @@ def attend_biased(
         return cache.each((q, k, v, states, sinks), of_row)
     if kernels_take(q, refusal, q.shape[0] * q.shape[1] == 1, q.shape[-1], v.shape[-1]):
         return _attend_on_kernels(q, k, v, states, sinks, profiles, cache, terms, clip)
+    if isinstance(q, np.ndarray) and not native_refusal(q.shape[0] * q.shape[1] == 1):
+        return _attend_natively(q, k, v, states, sinks, profiles, cache, terms, clip)
     position, place = cache.position, cache.offset
     states = states if clip is None else clip(states)
     states = scaled_queries(leave(states), position, terms.query_scale).transpose(0, 2, 1, 3)
@@ -141,6 +145,28 @@ def _attend_on_kernels(
         q, k = clipped
         terms = terms._replace(q_norm=None, k_norm=None)
     return attend(q, k, v, cache, terms)
+
+
+def _attend_natively(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    states: np.ndarray,
+    sinks: np.ndarray | None,
+    profiles: mx.array,
+    cache: Steps,
+    terms: Terms,
+    clip: Clip | None,
+) -> AnyArray:
+    """The same on the CPU."""
+    own = states if clip is None else clip(states)
+    # Not by `@`: a product this small would wake the threads of numpy's BLAS, and wait for them.
+    biases = np.einsum("hw,we->he", own[0, 0] * np.float32(1 / terms.scale), float32(of_kind(profiles, q))).reshape(-1)
+    own_sinks: Any = None if sinks is None else sinks.reshape(-1)
+    if clip is not None and terms.q_norm is not None and terms.k_norm is not None:
+        q, k = terms.q_norm(q), terms.k_norm(k)
+        terms = terms._replace(q_norm=None, k_norm=None)
+    return attend(q, k, v, cache, terms._replace(biases=biases, sinks=own_sinks))
 
 
 @planned("attend")

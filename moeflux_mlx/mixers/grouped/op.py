@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...ops import backend, gpu_time, native
-from ...ops.backend import AnyArray, Array, kernels_take, stack, view
+from ...ops.backend import AnyArray, Array, kernels_take, of_kind, stack, view
 from ...ops.causal_parts import in_parts
 from ...ops.elementwise import sigmoid
 from ...ops.kv_rows import row_bytes
@@ -181,8 +181,9 @@ def _step_native(q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, term
         offset + 1,
         factor * terms.scale,
         window=offset % terms.window + 1 if terms.chunked and terms.window else terms.window,
-        sinks=None if sinks is None else view(sinks),
+        sinks=None if sinks is None else of_kind(sinks, q),
         rotates_first=terms.rotates_first,
+        biases=terms.biases,
     )
     cache.advance(held.recent)
     if q.shape[-1] > D:

@@ -26,7 +26,8 @@ class Terms(NamedTuple):
         query_scale: scales queries by their rotary positions; None: they are not scaled.
         chunked: whether a query sees, of its own chunk of `window` positions, those up to its own.
         rotates_first: whether q and k are rotated before they are normed.
-        biases: [heads, extent] float32, what is added to a token's products of q and k by distance, if kernels take it.
+        biases: float32, what is added to a token's products of q and k by distance: [heads, extent] for kernels, [heads
+            * extent] for the native form; None: nothing.
     """
 
     q_norm: Norm | None
@@ -40,7 +41,7 @@ class Terms(NamedTuple):
     query_scale: QueryFactor | None = None
     chunked: bool = False
     rotates_first: bool = False
-    biases: mx.array | None = None
+    biases: AnyArray = None
 
     def values(self, v: Array) -> Array:
         """The stored form of values."""
