@@ -306,7 +306,7 @@ class GatedNorm(nn.Module):
         self.norm, self.down_proj, self.up_proj = RMSNorm(dims, eps), Linear(dims, rank), Linear(rank, dims)
         self._rule = GatedConnections(1, rank)
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: AnyArray) -> AnyArray:
         if takes_token(x[:1, :1], self.down_proj, self.up_proj, self._rule):
             return row_by_row(self._of_rows, x.reshape(-1, x.shape[-1])).reshape(x.shape)
         return self._plain(x)

@@ -321,7 +321,7 @@ class MessageGates(nn.Module):
     def __call__(self, names: Sequence[str], inputs: Sequence[Array], messages: Sequence[Array]) -> AnyArray:
         """The inputs [B, L, D] with their messages let in by the gates `names`, `MIXERS` or `MLP`, side by side."""
         low, up = (stack.stacked for stack in (self._of_mlp if names == MLP else self._of_mixer))
-        pairs = list(zip(inputs, messages, strict=True))
+        pairs: list[Any] = list(zip(inputs, messages, strict=True))
         if takes_messages(inputs[0], low, up, len(names)):
             assert low is not None and up is not None
             both = mx.concatenate([one for pair in pairs for one in pair], axis=-1)

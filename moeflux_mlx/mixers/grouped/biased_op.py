@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...ops import backend
-from ...ops.backend import AnyArray, arange, kernels_take, leave, of_kind
+from ...ops.backend import AnyArray, arange, kernels_take, leave, native_takes, of_kind
 from ...ops.elementwise import float32
 from ...ops.launch import LEAST_ELEMENTS, Kernel, Launch, Shape
 from ...ops.positions import Steps
@@ -109,7 +109,7 @@ def attend_biased(
         return cache.each((q, k, v, states, sinks), of_row)
     if kernels_take(q, refusal, q.shape[0] * q.shape[1] == 1, q.shape[-1], v.shape[-1]):
         return _attend_on_kernels(q, k, v, states, sinks, profiles, cache, terms, clip)
-    if isinstance(q, np.ndarray) and not native_refusal(q.shape[0] * q.shape[1] == 1):
+    if native_takes(q, native_refusal, q.shape[0] * q.shape[1] == 1):
         return _attend_natively(q, k, v, states, sinks, profiles, cache, terms, clip)
     position, place = cache.position, cache.offset
     states = states if clip is None else clip(states)
@@ -136,7 +136,7 @@ def _attend_on_kernels(
     own: Any = terms.q_norm if clip is not None else None
     limits = None if clip is None else (clip.limit, own.limit)
     weights = [q, q] if clip is None else [own.weight, clip.weight]
-    sizes = (*q.shape[2:], k.shape[2]), (states.shape[-1], profiles.shape[1])
+    sizes = (q.shape[2], q.shape[3], k.shape[2]), (states.shape[-1], profiles.shape[1])
     launch = plan_inputs(backend.name(), *sizes, (q.dtype, weights[0].dtype, profiles.dtype), 1 / terms.scale, limits)
     biases, *clipped = launch(q, k, states, *weights, profiles)
     own_sinks = None if sinks is None else sinks.reshape(-1)
