@@ -39,7 +39,8 @@ ON_KERNELS += ["inkling2_loop"]  # and every kind of convolution, sum and messag
 ALSO = ("step3p5", "g9v3", "deepseek_v4", "qwen3_moe", "qwen3_next", "nemotron_h", "qwen4_exp", "glm5_next", "beam")
 ALSO += ("ernie4_5_moe", "afmoe", "flint", "kolibri1", "qwen2_moe", "olmoe", "mixtral", "bailing_hybrid", "kimi_linear")
 ALSO += ("minimax_m3_vl", "hy_v4", "kimi_k3", "granitemoehybrid", "llama4", "cohere2_moe", "longcat_flash", "inkling")
-ON_KERNELS += [pytest.param(one, marks=pytest.mark.full) for one in (*ALSO, "mistral_large4", "inkling2")]
+ALSO += ("mistral_large4", "inkling2", "k2_horizon", "axk2", "muse_spark", "lfm2_moe")
+ON_KERNELS += [pytest.param(one, marks=pytest.mark.full) for one in ALSO]
 
 
 def make_resident(monkeypatch, family, dtype=mx.float32, variant="mlx4"):
