@@ -1,4 +1,4 @@
-// needs: kv_rows.h.metal kv_head.h.metal rotate.h.metal
+// needs: kv_rows.h.metal kv_head.h.metal
 // Adds the keys and values of COUNT consecutive tokens of a sequence to `recent`, as attend_step.metal adds one: next
 // is `recent` with all of them. Names and sizes are those of that text; positions are the first token's. AT_K and AT_V
 // are the numbers of values from a token's k or v to that of the next token.
@@ -10,6 +10,7 @@
   constexpr uint KEY_UNITS = KD * sizeof(K) / sizeof(Unit), VALUE_UNITS = VD * sizeof(K) / sizeof(Unit);
   threadgroup float key[D];
   threadgroup float value[V];
+  threadgroup float turns[DIMS + (DIMS == 0)];  // cosines, then sines
   const uint lane = thread_index_in_simdgroup;
   const uint kv = threadgroup_position_in_grid.x, token = threadgroup_position_in_grid.y;
   const uint filled = uint(positions[0]) - uint(positions[1]), place = filled + token;
@@ -23,27 +24,10 @@
   if (simdgroup_index_in_threadgroup == 0) {
     const device X* own_key = k + token * AT_K + kv * D;
     const device X* own_value = v + token * AT_V + kv * V;
-    const float norm = NORM ? head_norm<D>(own_key, eps[0], lane) : 1.0f;
-    for (uint i = lane; i < DIMS / 2; i += 32) {
-      const uint first = INTERLEAVED ? 2 * i : i;
-      const uint second = INTERLEAVED ? first + 1 : i + DIMS / 2;
-      const float angle = rotate_angle(float(positions[3] + int(token)), periods[i]);
-      const float cosine = float(magnitude[0]) * metal::fast::cos(angle);
-      const float sine = float(magnitude[0]) * metal::fast::sin(angle);
-      const float first_weight = NORM ? float(k_weight[first]) : 1.0f;
-      const float second_weight = NORM ? float(k_weight[second]) : 1.0f;
-      const float a = float(own_key[first]) * norm * (NORM == 2 ? 1.0f : first_weight);
-      const float b = float(own_key[second]) * norm * (NORM == 2 ? 1.0f : second_weight);
-      key[first] = float(X(rotate_first(a, b, cosine, sine) * (NORM == 2 ? first_weight : 1.0f)));
-      key[second] = float(X(rotate_second(a, b, cosine, sine) * (NORM == 2 ? second_weight : 1.0f)));
-    }
-    for (uint i = DIMS + lane; i < D; i += 32) {
-      key[i] = float(X(float(own_key[i]) * norm * (NORM ? float(k_weight[i]) : 1.0f)));
-    }
-    const float value_norm = VNORM ? head_norm<V>(own_value, eps[0], lane) : 1.0f;
-    for (uint i = lane; i < V; i += 32) {
-      value[i] = VNORM ? float(X(float(own_value[i]) * value_norm)) : float(own_value[i]);
-    }
+    head_turns<DIMS>(periods, float(positions[3] + int(token)), float(magnitude[0]), lane, 32, turns);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    head_prepare<D, DIMS, INTERLEAVED, NORM>(own_key, k_weight, eps[0], turns, lane, key);
+    head_value<V, VNORM>(own_value, eps[0], lane, value);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     if (sizeof(K) == 1) {
       kv_round<D, X>(key, (device uint8_t*)(next + keys_at + place * KD), true, lane);

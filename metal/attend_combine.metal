@@ -1,9 +1,8 @@
 // needs: seen.h.metal
 // out[H, V] X = the sum of the pieces of attend_step.metal, each weighted by its share of the sum of all exponentials.
 // If SINKS is 1, exp(sinks[H]) is part of that sum. If GATE is 1, the result is multiplied by sigmoid(gate[H, 1]),
-// where gate is [H, 2, D] X and D = V. positions[0] is the token's own position. A piece has P positions; the first
-// piece is the one with the first position that the token sees, by WINDOW and CHUNKED. TOP, RATIO and OWN say
-// how many positions it sees (seen.h.metal).
+// where gate is [H, 2, D] X and D = V. positions[0] is the token's own position. WINDOW, CHUNKED, TOP, RATIO and OWN
+// say how many positions it sees, P and MOST how many of them a piece has (seen.h.metal).
 //
 // grid: (4 * C * H, V / C, 1), threadgroup (4 * C, 1, 1). A threadgroup computes C columns of a head. Four threads
 // share an output; each takes every fourth piece.
@@ -14,8 +13,8 @@
   const uint at = thread_index_in_threadgroup % C, tid = thread_index_in_threadgroup / C;
   const uint column = threadgroup_position_in_grid.y * C + at;
   const uint offset = uint(positions[0]);
-  const uint visible = seen_count<TOP, RATIO, OWN>(offset);
-  const uint pieces = (visible - 1) / P + 1 - first_seen<WINDOW, CHUNKED>(offset) / P;
+  const uint visible = seen_count<TOP, RATIO, OWN>(offset) - first_seen<WINDOW, CHUNKED>(offset);
+  const uint pieces = (visible - 1) / piece_length<P, MOST>(visible) + 1;
   const float sink = SINKS ? float(sinks[head]) : 0.0f;
   float largest = SINKS ? sink : -3.4e38f;
   _Pragma("unroll 1")

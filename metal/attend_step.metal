@@ -1,4 +1,4 @@
-// needs: codes.h.metal lane.h.metal kv_rows.h.metal seen.h.metal kv_head.h.metal rotate.h.metal
+// needs: codes.h.metal lane.h.metal kv_rows.h.metal seen.h.metal kv_head.h.metal
 // Attention of one token, up to the sum over pieces of the context (attend_combine.metal). H / KV query heads share a
 // key head. The keys and values of position p < begun are at place p of keys[KV, capacity, D] and values[KV, capacity,
 // V]; if WINDOW is set, they are at place p % capacity. Those of later positions are at place p - begun of recent:
@@ -48,7 +48,7 @@
   const size_t kept = size_t(kv) * capacity;
   const uint later = kv * RECENT * KD, values_later = KV * RECENT * KD + kv * RECENT * VD;
   const uint low = first_seen<WINDOW, CHUNKED>(offset);
-  const uint top = (low / P + part) * P;
+  const uint top = low + part * P;
   const uint visible = seen_count<TOP, RATIO, OWN>(offset);
   if (top >= visible) {
     return;
@@ -66,7 +66,7 @@
   for (uint t = 0; t < LOADS; t++) {
     const uint unit = tid + t * THREADS, p = seen_position<TOP, RATIO, OWN>(blocks, top + unit / UNITS, offset);
     loaded[t] = uint4{0, 0, 0, 0};
-    if (unit / UNITS < P && p < offset && p >= low) {
+    if (unit / UNITS < P && p < offset) {
       const device K* row =
           p < begun ? keys + (kept + (WINDOW ? p % capacity : p)) * KD : recent + later + (p - begun) * KD;
       loaded[t] = kv_load<D>(row, unit % UNITS, X(0));
@@ -75,7 +75,7 @@
   constexpr uint LINE = 128 / sizeof(K), LINES = (VD + LINE - 1) / LINE;
   for (uint i = tid; i < P * LINES; i += THREADS) {
     const uint p = seen_position<TOP, RATIO, OWN>(blocks, top + i / LINES, offset);
-    if (p < begun && p < offset && p >= low) {
+    if (p < begun && p < offset) {
       CODES_AHEAD(values + (kept + (WINDOW ? p % capacity : p)) * VD + i % LINES * LINE);
     }
   }
@@ -96,12 +96,7 @@
     const uint i = tid + t * THREADS;
     norms[i] = NORM ? float(i < D ? q_weight[i] : k_weight[i - D]) : 1.0f;
   }
-  CODES_UNROLL(1)
-  for (uint i = tid; i < DIMS / 2; i += THREADS) {
-    const float angle = rotate_angle(float(positions[3]), periods[i]);
-    turns[i] = float(magnitude[0]) * metal::fast::cos(angle);
-    turns[DIMS / 2 + i] = float(magnitude[0]) * metal::fast::sin(angle);
-  }
+  head_turns<DIMS>(periods, float(positions[3]), float(magnitude[0]), tid, THREADS, turns);
   MLX_MTL_PRAGMA_UNROLL
   for (uint t = 0; t < LOADS; t++) {
     const uint unit = tid + t * THREADS;
@@ -111,44 +106,15 @@
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  // All simdgroups run the same number of turns, so that lanes meet at barriers. A simdgroup without a head of its own
-  // computes the last one and drops it.
   CODES_UNROLL(1)
-  for (uint turn = 0; turn <= GH; turn += SG) {
-    const uint h = metal::min(turn + simdgroup, uint(GH));
-    const bool is_key = h == GH, is_mine = turn + simdgroup <= GH;
-    const device X* x = is_key ? k + kv * D : q + (head + h) * STRIDE;
-    const uint norm_at = is_key ? D : 0;
-    float norm = 1.0f;
-    if (NORM) {
-      norm = head_norm<D>(x, eps[0], lane);
+  for (uint h = simdgroup; h <= GH; h += SG) {
+    const bool is_key = h == GH;
+    head_prepare<D, DIMS, INTERLEAVED, NORM>(
+        is_key ? k + kv * D : q + (head + h) * STRIDE, norms + (is_key ? D : 0), eps[0], turns, lane, heads + h * D);
+    if ((sizeof(K) == 1 || VNORM) && is_key) {
+      head_value<V, VNORM>(v + kv * V, eps[0], lane, own_value);
     }
-    const float factor = is_key ? 1.0f : scale[0];
-    CODES_UNROLL(1)
-    for (uint i = lane; is_mine && i < DIMS / 2; i += 32) {
-      const uint first = INTERLEAVED ? 2 * i : i;
-      const uint second = INTERLEAVED ? first + 1 : i + DIMS / 2;
-      const float cosine = turns[i], sine = turns[DIMS / 2 + i];
-      const float first_weight = norms[norm_at + first], second_weight = norms[norm_at + second];
-      const float a = float(x[first]) * norm * (NORM == 2 ? 1.0f : first_weight);
-      const float b = float(x[second]) * norm * (NORM == 2 ? 1.0f : second_weight);
-      heads[h * D + first] = float(X(rotate_first(a, b, cosine, sine) * (NORM == 2 ? first_weight : 1.0f))) * factor;
-      heads[h * D + second] = float(X(rotate_second(a, b, cosine, sine) * (NORM == 2 ? second_weight : 1.0f))) * factor;
-    }
-    CODES_UNROLL(1)
-    for (uint i = DIMS + lane; is_mine && i < D; i += 32) {
-      heads[h * D + i] = float(X(float(x[i]) * norm * norms[norm_at + i])) * factor;
-    }
-    if ((sizeof(K) == 1 || VNORM) && is_key && is_mine) {
-      float value_norm = 1.0f;
-      if (VNORM) {
-        value_norm = head_norm<V>(v + kv * V, eps[0], lane);
-      }
-      for (uint i = lane; i < V; i += 32) {
-        own_value[i] = float(X(float(v[kv * V + i]) * value_norm));
-      }
-    }
-    if (sizeof(K) == 1 && is_key && is_mine) {
+    if (sizeof(K) == 1 && is_key) {
       simdgroup_barrier(mem_flags::mem_threadgroup);
       kv_round<D, X>(heads + GH * D, (device uint8_t*)(next + later + (offset - begun) * KD), copies, lane);
       kv_round<V, float>(own_value, (device uint8_t*)(next + values_later + (offset - begun) * VD), copies, lane);
@@ -171,8 +137,8 @@
       }
     }
     const uint age = offset - top - row;
-    const float bias = EXTENT && age < EXTENT ? float(biases[(head + h) * EXTENT + age]) * scale[0] : 0.0f;
-    weights[row * GH + h] = row < earlier && top + row >= low ? even + odd + bias : NONE;
+    const float bias = EXTENT && age < EXTENT ? float(biases[(head + h) * EXTENT + age]) : 0.0f;
+    weights[row * GH + h] = row < earlier ? (even + odd + bias) * scale[0] : NONE;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -184,7 +150,7 @@
     for (uint i = lane; i < D; i += 32) {
       last = metal::fma(heads[h * D + i], heads[GH * D + i], last);
     }
-    last = lane_sum<32>(last) + (EXTENT ? float(biases[(head + h) * EXTENT]) * scale[0] : 0.0f);
+    last = (lane_sum<32>(last) + (EXTENT ? float(biases[(head + h) * EXTENT]) : 0.0f)) * scale[0];
     float largest = own < P ? last : NONE;
     for (uint row = lane; row < P; row += 32) {
       const float score = is_mine ? weights[row * GH + h] : NONE;
@@ -212,10 +178,10 @@
     acc[h] = 0;
   }
   const bool has_column = V == D || column < V;
-  const uint end = has_column ? metal::min(uint(P), earlier) : 0, start = low > top ? low - top : 0;
+  const uint end = has_column ? metal::min(uint(P), earlier) : 0;
   constexpr uint AT_ONCE = 8;  // loads in flight: CUDA's compiler waits for each value that is used at once
   CODES_UNROLL(1)
-  for (uint next_row = start + share; next_row < end; next_row += AT_ONCE * SHARES) {
+  for (uint next_row = share; next_row < end; next_row += AT_ONCE * SHARES) {
     float value[AT_ONCE];
     MLX_MTL_PRAGMA_UNROLL
     for (uint i = 0; i < AT_ONCE; i++) {

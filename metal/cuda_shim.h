@@ -37,7 +37,8 @@ inline T simd_shuffle_xor(T v, ushort mask) {
   return __shfl_xor_sync(0xFFFFFFFFu, v, mask);
 }
 
-inline uint simd_shuffle(uint v, ushort lane) {
+template <typename T>
+inline T simd_shuffle(T v, ushort lane) {
   return __shfl_sync(0xFFFFFFFFu, v, lane);
 }
 

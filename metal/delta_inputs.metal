@@ -4,7 +4,7 @@
 // float; length[0] = T. qk[T, 2, NK, DK] float: q / sqrt(DK), then k, each divided by its length over the head.
 // gates[T, 2, NV] float: decay = exp(-exp(A_log) * softplus(a + dt_bias)), then beta = sigmoid(b). If EACH is 1, every
 // channel of NV = NK keys has its own decay: a[T, NV, DK] X, dt_bias[NV, DK] float; then qk[T, 3, NK, DK] has the
-// decays after k, and the decays in gates are 1.
+// decays after k, and the decays in gates are 1. Rows of a and b begin AT_A and AT_B values apart.
 //
 // grid: (32 * SG * blocks, 1, 1), threadgroup (32 * SG, 1, 1); one simdgroup per token and key head.
   constexpr uint N = DK / 32, SHARED = NV / NK, VECTORS = EACH ? 3 : 2;
@@ -29,14 +29,14 @@
       qk[((VECTORS * t + 1) * NK + head) * DK + lane + 32 * i] = k[i] * k_scale;
       if (EACH) {
         const uint own = head * DK + lane + 32 * i;
-        const float u = float(a[t * NV * DK + own]) + dt_bias[own];
+        const float u = float(a[t * AT_A + own]) + dt_bias[own];
         qk[(VECTORS * t + 2) * NK * DK + own] = delta_decay(u, metal::precise::exp(A_log[head]), FLOOR);
       }
     }
     for (uint i = lane; i < SHARED; i += 32) {
       const uint h = head * SHARED + i;
-      const float u = float(a[t * NV + h]) + dt_bias[h];
+      const float u = float(a[t * AT_A + h]) + dt_bias[h];
       gates[2 * t * NV + h] = EACH ? 1.0f : delta_decay(u, metal::precise::exp(A_log[h]), FLOOR);
-      gates[(2 * t + 1) * NV + h] = 1.0f / (1.0f + metal::precise::exp(-float(b[t * NV + h])));
+      gates[(2 * t + 1) * NV + h] = 1.0f / (1.0f + metal::precise::exp(-float(b[t * AT_B + h])));
     }
   }

@@ -6,7 +6,7 @@
 // first, with its bias. A place's result does not depend on other places.
 //
 // grid: (32 * SG * blocks, N, SPLIT), threadgroup (32 * SG, 1, 1). A simdgroup multiplies 16 rows of a matrix with 8
-// TILES rows of x at a time (matrix_rows.h.metal), every SPLIT-th such block of an expert.
+// TILES rows of x at a time (matrix_rows.h.metal), every SPLIT-th such block of an expert. ROWS is a multiple of 16.
   constexpr uint COUNT = JOINED ? 2 : 1;
   const uint lane = thread_index_in_simdgroup, quad = matrix_row(lane);
   const uint top = 16 * (threadgroup_position_in_grid.x * SG + simdgroup_index_in_threadgroup);
@@ -22,7 +22,7 @@
   matrices[0].biases = matrices[1].biases = grid;
   threadgroup_barrier(mem_flags::mem_threadgroup);
 #endif
-  const uint row[2] = {metal::min(top + quad, uint(ROWS - 1)), metal::min(top + quad + 8, uint(ROWS - 1))};
+  const uint row[2] = {top + quad, top + quad + 8};
 
   const uint from = uint(starts[expert]) + threadgroup_position_in_grid.z * (8 * TILES);
   for (uint begin = from; begin < stop && top < ROWS; begin += SPLIT * 8 * TILES) {
@@ -43,7 +43,7 @@
     MLX_MTL_PRAGMA_UNROLL
     for (uint i = 0; i < TILES * 4; i++) {
       const uint place = begin + 8 * (i / 4) + 2 * matrix_place(lane) + i % 2, own = top + quad + 8 * (i / 2 % 2);
-      if (place < stop && own < ROWS) {
+      if (place < stop) {
         float value = acc[i];
         if (BIASED) {
           value += float(INTERLEAVED ? added[2 * own < ROWS ? 0 : 1][2 * own % ROWS] : added[0][own]);

@@ -23,6 +23,12 @@ inline uint seen_count(uint offset) {
   return TOP ? TOP * RATIO + offset + 1 - seen_blocks<RATIO, OWN>(offset) * RATIO : offset + 1;
 }
 
+// The positions of a piece, of `count` that a token sees: a multiple of P, so that there are at most MOST pieces.
+template <int P, int MOST>
+inline uint piece_length(uint count) {
+  return ((count - 1) / (P * MOST) + 1) * P;
+}
+
 // Position number `i` of these. chosen[TOP] has the numbers of the blocks.
 template <int TOP, int RATIO, int OWN, typename C>
 inline uint seen_position(C chosen, uint i, uint offset) {

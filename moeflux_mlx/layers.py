@@ -383,8 +383,7 @@ class MLP(nn.Module):
         self, x: Array, scale: Array | None = None, norm: Norm | None = None, residual: Array | None = None
     ) -> Array:
         """The MLP of norm(x), plus `residual`. `scale` [..., 1] multiplies the result; it is applied before the last
-        product, where MLX fuses it with the activation.
+        product, with the activation.
         """
         _, made = self._inputs(x, norm)
-        act = activate(made[0], made[-1], self.activation)
-        return self.down_proj(act if scale is None else (act * scale).astype(act.dtype), residual=residual)
+        return self.down_proj(activate(made[0], made[-1], self.activation, scale), residual=residual)

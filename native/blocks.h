@@ -94,8 +94,9 @@ INLINE void FN(write)(v32 codes, const int bits, uint8_t *to) {
         memcpy(to + 8, &last, 4);
         return;
     }
-    _mm_storeu_si128((__m128i *)to, _mm_or_si128(low, _mm_slli_si128(high, 2 * bits)));
-    const __m128i left = _mm_srli_si128(high, 16 - 2 * bits);
+    const __m128i begun = bits == 5 ? _mm_slli_si128(high, 10) : _mm_slli_si128(high, 12); /* by constants only */
+    const __m128i left = bits == 5 ? _mm_srli_si128(high, 6) : _mm_srli_si128(high, 4);
+    _mm_storeu_si128((__m128i *)to, _mm_or_si128(low, begun));
     const uint64_t last = (uint64_t)_mm_cvtsi128_si64(left);
     memcpy(to + 16, &last, (size_t)(4 * bits - 16));
 }

@@ -249,6 +249,16 @@ def free_disk(monkeypatch):
 
 
 @pytest.fixture
+def drafts_are_put_back():
+    """Puts the kinds of drafts back that bench_drafts.py replaces."""
+    from moeflux_mlx.driving import decoding, head_drafts
+
+    before = decoding.Lookup, head_drafts.HeadDrafts
+    yield
+    decoding.Lookup, head_drafts.HeadDrafts = before
+
+
+@pytest.fixture
 def ops(backend_is):
     """Leaves everything to MLX's own operations."""
     backend_is("ops")

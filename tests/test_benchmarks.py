@@ -1,29 +1,32 @@
-"""Each benchmark runs, with tiny models and on a CPU that stands in for the GPU, and ends with its line of JSON."""
+"""Each benchmark runs, with tiny models and on a CPU that stands in for the GPU, and ends with its line of JSON; drafts
+that follow traces, replays of traces, and digests of logits."""
 
 import argparse
 import importlib
+import itertools
 import json
 import subprocess
 import sys
 
+import bench_drafts as bench
 import goldens
+import logit_digests
 import numpy as np
 import pytest
 import routing_trace
+from grids import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_models import tiny_directory, write_tokenizer
 
-from moeflux_mlx.driving import decoding, head_drafts
+from moeflux_mlx import load_model
 
 TINY = ("--tiny", "--rounds", 1)
 PLAIN = ("--variant", "qwen3-30b-a3b", "--layers", 2)  # whose mixers take the least time
 STREAM = ("--rounds", 1, "--max-tokens", 2)
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch, team):
-    """A script's settings end with its test."""
-    monkeypatch.setattr(decoding, "Lookup", decoding.Lookup)
-    monkeypatch.setattr(head_drafts, "HeadDrafts", head_drafts.HeadDrafts)
+pytestmark = pytest.mark.usefixtures("drafts_are_put_back", "team")
 
 
 @pytest.fixture
@@ -106,58 +109,23 @@ def test_rounding(run):
     assert all(fit <= plain for row in report["results"] for plain, fit in row["errors"].values())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("resident", "--tokens", 20, "--rounds", 1, "--against", "mlx-lm"),
-        ("stream", "--tokens", 20, "--rounds", 1, "--spans", 8),
-        ("io", "--tokens", 20),
-    ],
-)
-def test_prompt(run, model, options):
-    pytest.importorskip("mlx_lm")
-    command, *rest = options
-    assert run("bench_prompt", command, "--model", model, *rest)["bench"] == command
+def test_prompt(run, model):
+    assert run("bench_prompt", "stream", "--model", model, "--tokens", 20, "--rounds", 1, "--spans", 8)["rows"]
 
 
-def test_prompt_in_processes(run, model):
-    """`memory` measures a child with bench_stream.py's `worker`."""
-    assert run("bench_prompt", "memory", "--model", model, "--tokens", 20, "--limit-gb", 4)["peak"] > 0
-
-
-@pytest.fixture
-def in_process(monkeypatch):
-    """What bench_stream.py and bench_prompt.py run in a process of its own runs in this one."""
-    stream, prompt = (importlib.import_module(name) for name in ("bench_stream", "bench_prompt"))
+def test_stream(run, monkeypatch, model):
+    """What bench_stream.py runs in a process of its own runs in this one."""
+    stream = importlib.import_module("bench_stream")
 
     def inside(arguments, limits):
         options = stream.parser().parse_args(list(map(str, arguments)))
-        return options.run(options) | {"peak": 1, "swapped": 0}
+        return options.run(options) | {"peak": 1}
 
-    for module in (stream, prompt):
-        monkeypatch.setattr(module, "inside", inside)
-
-
-def test_prompt_that_breathes(run, model, in_process):
-    options = "--limits", 4, "--rounds", 1, "--choices", "256:64", "--max-tokens", 2, "--prompt-tokens", 3
-    (row,) = run("bench_prompt", "breathe", "--model", model, *options)["rows"]
-    assert row["ratio"]
+    monkeypatch.setattr(stream, "inside", inside)
+    assert run("bench_stream", "decode", "--model", model, *STREAM, "--limit-gb", 4)["bench"] == "decode"
 
 
-def test_stream_loader(run, tmp_path):
-    options = "--variant", "granite-4.0-h-tiny-7b-a1b", "--experts", 32, "--rounds", 1
-    assert run("bench_stream", "loader", "--folder", tmp_path, *options)["ratio"] > 0
-
-
-@pytest.mark.parametrize("command", ["decode", "pool"])
-def test_stream(run, model, in_process, command):
-    more = ("--limit-gb", 4) if command == "decode" else ("--shares", 0.5)
-    assert run("bench_stream", command, "--model", model, *STREAM, *more)["bench"] == command
-
-
-@pytest.mark.parametrize(
-    "command, more", [("places", "--checkpoint"), ("drives", "--one"), ("load", None), ("host", "--hits")]
-)
+@pytest.mark.parametrize("command, more", [("places", "--checkpoint"), ("load", None), ("host", "--hits")])
 def test_stream_compared(run, model, command, more):
     other = goldens.checkpoint_dir("qwen3_moe", "mlx4") if more == "--checkpoint" else model
     given = [more, 0.5 if more == "--hits" else other, "--max-tokens", 3] if more else []
@@ -209,11 +177,158 @@ def test_our_side_beside_llama_cpp(model):
     assert timed("decode", 2) > 0 < timed("prompt", 8)
 
 
-def test_llama_cpp_writes_and_reads_the_same_shapes(run, model, tmp_path):
+def test_llama_cpp_writes_and_reads_the_same_shapes(model, tmp_path):
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is built by who compares with it")
-    assert run("bench_llama_cpp", model, tmp_path / "m.gguf", "--rounds", 1, "--prompt", 8, "--tokens", 2)
+    script, file = importlib.import_module("bench_llama_cpp"), tmp_path / "m.gguf"
+    script.write_gguf(json.loads((model / "config.json").read_text()), file, "q4_0")
+    options = argparse.Namespace(gguf=file, context=512, threads=2)
+    mapped, repacked = (script.Runner(options, repack).feed(np.arange(8)) for repack in (False, True))
+    assert (repacked - mapped).std() < 0.2 * mapped.std()
 
 
 def test_server(run, model):
     options = "--tokens", 20, "--rounds", 1, "--turns", 1, "--answer", 3, "--share", 0.99
     assert run("bench_server", "--model", model, *options)["after_kill"]["server"] > 0
+
+
+PROMPT, TOKENS = [1, 2, 3], 24
+
+
+@pytest.fixture
+def traced(drafts_are_put_back):
+    """A streamed model whose rows follow a trace of three sequences."""
+    made = routing_trace.synthesize_drafts((3, 40, 3, 4), 16, 0.4, 0.0, np.random.default_rng(0))
+    model = load_model(str(tiny_directory("qwen3_moe")), expert_io="pread", expert_cache_bytes=1)  # the smallest pool
+    yield bench.TracedText(model, made, PROMPT), model
+    model.experts.close()
+
+
+def measured(traced, model):
+    options = argparse.Namespace(tokens=TOKENS, right=0.6, rounds=1, depths=["0", "2"], draft="lookup")
+    return bench.measure(model, [PROMPT], options, traced)
+
+
+def test_the_text_is_the_same_at_every_depth(traced):
+    rows = measured(*traced)
+    assert 0 < rows["2"]["taken"] < rows["2"]["checked"]
+    assert rows["0"]["union"] == 1 < rows["2"]["union"] < 3
+    assert rows["0"]["allowed"] == 1 > rows["2"]["allowed"] == rows["0"]["missed"] / rows["2"]["missed"]
+    assert rows["2"]["reached"] == rows["2"]["ratio"] / rows["2"]["allowed"]
+
+
+def test_nothing_is_allowed_if_nothing_is_missed():
+    rows = {"0": {"missed": 0.0, "ratio": 1.0}, "1": {"missed": 3.0, "ratio": 0.9}}
+    bench.add_allowed(rows)
+    assert "allowed" not in rows["0"] and "reached" not in rows["1"]
+
+
+def test_a_row_of_the_text_with_experts_of_another_changes_it(traced, monkeypatch):
+    monkeypatch.setattr(bench, "wrong_rows", lambda tokens, text: np.arange(len(tokens)))
+    with pytest.raises(AssertionError, match="another text at depth 2"):
+        measured(*traced)
+
+
+def test_rows_are_wrong_from_the_first_wrong_token_on():
+    assert bench.wrong_rows([5, 6, 7, 8], [5, 6, 7, 8]).tolist() == [0, 0, 0, 0]
+    assert bench.wrong_rows([5, 9, 7, 8], [5, 6, 7, 8]).tolist() == [0, 1, 2, 3]
+    assert bench.wrong_rows([5, 6, 7], [5]).tolist() == [0, 0, 0], "nothing is known there"
+
+
+def best_possible(keys, slots):
+    """Returns the most hits of any replacement, found by trying them all."""
+    pools = {frozenset(): 0}
+    for key in keys:
+        following = {}
+        for pool, hits in pools.items():
+            if key in pool:
+                options = [(pool, hits + 1)]
+            elif len(pool) < slots:
+                options = [(pool | {key}, hits)]
+            else:
+                options = [((pool - {gone}) | {key}, hits) for gone in pool]
+            for after, count in options:
+                following[after] = max(following.get(after, 0), count)
+        pools = following
+    return max(pools.values())
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(keys=st.lists(st.integers(0, 5), max_size=14), slots=st.integers(1, 4))
+def test_belady_is_the_best_possible(keys, slots):
+    hits = routing_trace.belady(np.array(keys, int), slots).sum()
+    assert hits == best_possible(keys, slots) >= routing_trace.lru(np.array(keys, int), slots).sum()
+
+
+def test_least_recently_used_by_hand():
+    assert routing_trace.lru(np.array([1, 2, 1, 3, 2, 1]), 2).tolist() == [False, False, True, False, False, False]
+
+
+def test_reuse_is_as_requested():
+    rng = np.random.default_rng(0)
+    for reuse in (0.0, 0.35, 0.9):
+        made = routing_trace.synthesize((200, 3, 8), 256, reuse, 0.0, rng)
+        by_chance = 8 / 256
+        assert abs(routing_trace.previous_recall(made) - (reuse + (1 - reuse) * by_chance)) < 0.04
+        assert all(len(set(row)) == 8 for row in itertools.chain(*made.tolist()))
+
+
+def test_a_pool_with_the_previous_token_leaves_nothing_to_predict():
+    made = routing_trace.synthesize((200, 4, 8), 128, 0.35, 0.5, np.random.default_rng(0))
+    row = routing_trace.replay(made, 128, 200, recall=0.8)
+    assert row["previous"] == 0 and 0.75 < row["predicted"] < 0.85
+    assert row["lru"] < row["belady"]
+
+
+def test_sequences_together_request_as_many_experts_as_asked():
+    made = routing_trace.synthesize_together(
+        (4, 150, 2, 8), 128, 0.35, 0.5, routing_trace.UNIONS, np.random.default_rng(0)
+    )
+    assert all(len(set(row)) == 8 for row in made.reshape(-1, 8).tolist())
+    for count, union in ((1, 1.0), (2, 1.55), (4, 2.45)):
+        asked = sum(map(len, routing_trace.steps_of(made[:count])))
+        assert abs(asked / made[0].size - union) < 0.04
+    assert 0.35 < routing_trace.previous_recall(made[0]) < 0.55, "what is kept, and some that come again by chance"
+    alone, four = (routing_trace.missed(routing_trace.steps_of(made[:count]), 64) / count for count in (1, 4))
+    assert 0.4 < four / alone < 0.75, "what rows share is read once"
+
+
+def test_rows_of_wrong_drafts_share_as_many_experts_as_rows_of_the_text():
+    made = routing_trace.synthesize_drafts((3, 400, 2, 10), 512, 0.43, 0.5, np.random.default_rng(0))
+    text, wrong, after = made
+    for rows in ((text[:-1], text[1:]), (text[:-1], wrong[1:]), (wrong[:-1], after[1:])):
+        asked = sum(map(len, routing_trace.steps_of(np.stack(rows))))
+        assert abs(asked / rows[0].size - 1.55) < 0.02
+
+
+def test_commands(tmp_path, capsys):
+    file = str(tmp_path / "trace.npz")
+    model = str(tiny_directory("qwen3_moe"))
+    routing_trace.main(["record", "--model", model, "--prompt", "abc", "--max-tokens", "20", file])
+    assert ", 3 layers, 4 of 16 experts" in capsys.readouterr().out
+    routing_trace.main(["replay", file, "--slots", "4", "48"])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["slots"] for row in report["rows"]] == [4, 48]
+    assert report["rows"][0]["lru"] <= report["rows"][1]["lru"]
+    routing_trace.main(["synthesize", "--tokens", "20", "--layers", "2", file])
+    routing_trace.main(["replay", file])
+    assert "Belady" in capsys.readouterr().out
+    routing_trace.main(["synthesize", "--tokens", "20", "--layers", "2", "--drafts", "3", file])
+    assert ": 4 sequences, 20 tokens, 2 layers, 8 of 128 experts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_changed_weight_changes_every_digest(monkeypatch, dtype):
+    load = logit_digests.load_model
+
+    def changed(*given, **named):
+        model = load(*given, **named)
+        model.model.norm.weight = model.model.norm.weight * 1.01
+        return model
+
+    lines = list(logit_digests.lines_of("qwen3_next", dtype))
+    assert [line.split()[:3] for line in lines] == [
+        ["qwen3_next", dtype, way] for way in ("prompt", "tokens", "rows", "drafts")
+    ]
+    assert list(logit_digests.lines_of("qwen3_next", dtype)) == lines
+    monkeypatch.setattr(logit_digests, "load_model", changed)
+    assert not set(logit_digests.lines_of("qwen3_next", dtype)) & set(lines)

@@ -14,9 +14,8 @@ import record_memory
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 
 
-def test_the_published_plots_are_drawn_from_the_kept_figures(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["plots.py", str(tmp_path)])
-    plots.main()
+def test_the_published_plots_are_drawn_from_the_kept_figures(tmp_path):
+    plots.main([str(tmp_path)])
     drawn = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert drawn and drawn == {file.name: file.read_text() for file in PICTURES.glob("plot-*.svg")}
 

@@ -109,8 +109,10 @@ class Facts:
         disk = self._rate or (kept.disk if kept else float(self.here.disk))
         rates = measure_rates(disk, self.here.products)
         keep_rates(rates)
-        each, streamed = (f"{1e3 * seconds:.3f} ms" for seconds in (rates.layer, rates.streamed_layer))
-        return [f"layers    {each} each beside their bytes, {streamed} where experts are streamed, for forecasts"], True
+        each, streamed, token = (f"{1e3 * one:.3f} ms" for one in (rates.layer, rates.streamed_layer, rates.token))
+        return [
+            f"layers    {each} each beside their bytes, {streamed} if streamed, and {token} a token, for forecasts"
+        ], True
 
     def disk(self) -> Finding:
         """Measures the disk; no room for the file is no fault of the machine."""

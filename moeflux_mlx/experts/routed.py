@@ -64,10 +64,17 @@ class RoutedExperts:
         if self.reads_ahead:
             expect(self.source, layer, tokens)
 
+    def are_at_once(self, layer: int, dtype: mx.Dtype, rows: int) -> bool:
+        return self._at_once(layer, dtype, rows) is not None
+
+    def _at_once(self, layer: int, dtype: mx.Dtype, rows: int) -> Records | None:
+        """All records of the layer, if `at_once` computes so many pairs of a token and an expert."""
+        whole = self.source.whole(layer)
+        return None if whole is None or refusal(dtype, whole.record) or is_cut(whole.record, rows) else whole
+
     def in_pieces(self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray) -> Pieces[AnyArray]:
-        whole = self.source.whole(routing.layer)
-        rows = routing.ids.size
-        if whole is not None and not (refusal(x.dtype, whole.record) or is_cut(whole.record, rows)):
+        whole = self._at_once(routing.layer, backend.dtype_of(x), routing.ids.size)
+        if whole is not None:
             return at_once(routing, x, whole, residual, shared)
         return (yield from in_waves(self.source, routing, x, residual, shared, self.reads_ahead))
 

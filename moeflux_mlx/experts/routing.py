@@ -86,6 +86,14 @@ class RoutedExpertsCall(Protocol):
 
 
 @runtime_checkable
+class AtOnce(Protocol):
+    """A `RoutedExpertsCall` that can compute a prompt's experts without a wait for their ids."""
+
+    def are_at_once(self, layer: int, dtype: mx.Dtype, rows: int) -> bool:
+        """Whether `in_pieces` computes so with activations of `dtype` and so many pairs of a token and an expert."""
+
+
+@runtime_checkable
 class FromTables(Protocol):
     """A `RoutedExpertsCall` that can compute a token's experts without a request."""
 

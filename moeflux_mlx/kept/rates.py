@@ -14,9 +14,10 @@ from .kept_rows import Row, file_of, keep_row, read_rows
 from .tiles import gpu_name, mlx_version
 
 FILE = "rates.json"
-# Seconds of a layer beside its bytes, and of one with streamed experts, by backend: an H200 ("One H200" in
-# docs/performance.md), two cores of an EPYC, and on a Mac public figures of launches and waits (opening/reach.py).
-TYPICAL = {"cuda": (5e-5, 1.2e-4), "metal": (3e-5, 3.3e-4), "cpu": (5e-4, 6e-4)}
+# Seconds of a layer beside its bytes, of one with streamed experts, and of a token beside its layers, by backend: an
+# H200, two cores of an EPYC, and on a Mac public figures of launches and waits (opening/reach.py), which say nothing of
+# tokens.
+TYPICAL = {"cuda": (5e-5, 1.2e-4, 5e-4), "metal": (3e-5, 3.3e-4, 0.0), "cpu": (5e-4, 6e-4, 5e-4)}
 
 UNLIMITED = 1e18  # a rate that takes no time
 
@@ -30,6 +31,7 @@ class Rates:
         disk: bytes per second read from the disk.
         layer: seconds of a layer beside its bytes, for launches and the host.
         streamed_layer: the same where experts are read into a pool, and nothing is missing.
+        token: seconds of a token beside those of its layers.
         attention: multiply-adds per second of one token's attention.
     """
 
@@ -37,6 +39,7 @@ class Rates:
     disk: float
     layer: float
     streamed_layer: float
+    token: float = 0.0
     attention: float = UNLIMITED
 
 
@@ -45,7 +48,7 @@ def kept_rates() -> Rates | None:
     key = _key()
     for row in read_rows(file_of(FILE)):
         values = {name: row.get(name) for name in Rates.__dataclass_fields__}
-        if row.items() >= key.items() and all(isinstance(value, float) and value > 0 for value in values.values()):
+        if row.items() >= key.items() and all(isinstance(value, float) and value >= 0 for value in values.values()):
             return Rates(**values)  # type: ignore[arg-type]  # they are floats
     return None
 

@@ -48,7 +48,7 @@ class Router:
         because what divides them is not known yet.
         """
         made = replace(self, experts=self.experts + self.identities, identities=0)
-        return replace(made, normalise=False, scale=1.0, shared=0) if self.shared else made
+        return replace(made, normalise=False, scale=1.0) if self.shared else made
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from ..ops.seen import Chosen
 from ..ops.streams import spread
 from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs
+from .ahead import LayersAhead
 from .compiled import DecodeStep
 from .drafting import Drafting
 from .head import DraftHead, SharedParts
@@ -131,8 +132,10 @@ class Model(nn.Module):
         self.vision: ImageEncoder | None = None
         self.decode_step: DecodeStep | None = None
         self.optimistic: OptimisticLayers | None = None
+        self._ahead: LayersAhead | None = None
         if self.experts is not None and self.experts.is_resident:
             self.decode_step = DecodeStep(self._compute_step)
+            self._ahead = LayersAhead(self.visits, numbers)
             self.experts.at_close(self.decode_step.forget)
         elif self.experts is not None and backend.has_kernels():
             self.optimistic = OptimisticLayers(self.visits, numbers, self.experts, self.embedded, self.project)
@@ -370,16 +373,19 @@ class Model(nn.Module):
             self._expect(span)
             span.inputs = self._begin_inputs(span.tokens, cache)
             span.reached = 0, span.images.embedded(self.embedded(span.tokens), span.start, self.vision)
+        if self._ahead is not None and self._ahead.takes(span, self.activation_dtype):
+            yield from self._ahead.pass_span(span, layers)
         while span.layer < count:
             i, own, layer = span.layer, layers[span.layer], self.visits[span.layer]
-            span.begin(self._cache_numbers[i].start, own)
+            first = self._cache_numbers[i].start
+            span.begin(first, own)
             try:
                 h = yield from as_share(layer.pass_span(span.hidden, own, span), i / count, 1 / count)
                 h = span.images.deepened(h, span.start, self.args.visits[i], self.vision)
                 backend.start(h)
                 backend.finish(span.hidden)  # a GPU gets at most two layers at a time, so that memory is as planned
             except BaseException:
-                span.undo(own)
+                span.undo(first, own)
                 raise
             span.reached = i + 1, h
             backend.give_back(h)

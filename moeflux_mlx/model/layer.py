@@ -11,7 +11,7 @@ import numpy as np
 
 from ..caches.layer_cache import LayerCache
 from ..caches.stand_in import Traced
-from ..experts.routing import FromTables, Pieces, RoutedExpertsCall, as_share
+from ..experts.routing import AtOnce, FromTables, Pieces, RoutedExpertsCall, as_share
 from ..experts.source import ExpertLoader
 from ..experts.values import ValuesOf
 from ..kinds import BlockSums, Experts
@@ -202,6 +202,15 @@ class DecoderLayer(nn.Module):
             return False
         experts = self.mlp.experts
         return isinstance(experts, FromTables) and experts.reads_tables(self.mlp.layer, self.mlp.rule.top_k)
+
+    def is_lazy(self, dtype: mx.Dtype, tokens: int) -> bool:
+        """Whether the host needs no value of a span of so many tokens, with activations of `dtype`, in this layer."""
+        if self._reads_tokens or self._values is not None:
+            return False
+        if not isinstance(self.mlp, MoE):
+            return True
+        experts = self.mlp.experts
+        return isinstance(experts, AtOnce) and experts.are_at_once(self.mlp.layer, dtype, tokens * self.mlp.rule.top_k)
 
     def _of_rows(
         self, h: Array, caches: Sequence[StepRows], chosen: Chosen, tokens: Tokens | None, behind: StepRows | None

@@ -106,7 +106,7 @@ class Span:
         earlier attempt, that is undone.
         """
         self._first = first
-        self.undo(caches)
+        self.undo(first, caches)
         self._before |= {i: cache.kept() for i, cache in enumerate(caches, first)}
 
     def passed(self, end: int, caches: Sequence[LayerCache], first: int = 0) -> None:
@@ -116,9 +116,9 @@ class Span:
             if kept is not None:
                 self.kept.setdefault(end, {})[i] = kept
 
-    def undo(self, caches: Sequence[LayerCache]) -> None:
-        """Takes the caches of the layer that has begun back to where the span starts."""
-        for i, cache in enumerate(caches, self._first):
+    def undo(self, first: int, caches: Sequence[LayerCache]) -> None:
+        """Takes the caches of a layer, from number `first` of the text on, back to where the span starts."""
+        for i, cache in enumerate(caches, first):
             self._undo(i, cache)
 
     def _undo(self, i: int, cache: LayerCache) -> None:

@@ -208,17 +208,15 @@ def zeros_like(x: AnyArray, shape: tuple[int, ...] | None = None) -> AnyArray:
 
 @cache
 def constant(value: float, shape: tuple[int, ...]) -> mx.array:
-    """An array of one value, float32, made once: on a GPU the host's numbers come late."""
-    array = mx.full(shape, value, mx.float32)
-    mx.eval(array)
-    return array
+    """An array of one value, float32, made once: on a GPU the host's numbers come late. Like the following two, it is
+    made of values, because a thread that only builds graphs cannot wait for an operation.
+    """
+    return mx.array(np.full(shape, value, np.float32))
 
 
 @lru_cache(32)
 def _zeros(shape: tuple[int, ...], dtype: mx.Dtype, device: str) -> mx.array:
-    zeros = mx.zeros(shape, dtype)
-    mx.eval(zeros)
-    return zeros
+    return mx.array(np.zeros(shape, np.float32), dtype)
 
 
 def arange(count: int, library: ModuleType) -> AnyArray:
@@ -229,9 +227,7 @@ def arange(count: int, library: ModuleType) -> AnyArray:
 
 @lru_cache(64)
 def _arange(count: int, device: str) -> mx.array:
-    numbers = mx.arange(count)
-    mx.eval(numbers)
-    return numbers
+    return mx.array(np.arange(count, dtype=np.int32))
 
 
 def stack(arrays: list[np.ndarray]) -> np.ndarray:

@@ -1,6 +1,8 @@
 """Elementwise operations, and others that need no kernel of their own; norms are in `norm`."""
 
 import math
+from collections.abc import Callable
+from functools import cache, partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -8,7 +10,8 @@ import numpy as np
 
 from ..kinds import SILU, Activation
 from . import native
-from .backend import Array, as_dtype, library_of, of_kind, view
+from .backend import Array, as_dtype, has_kernels, library_of, of_kind, view
+from .tiles import MAX_TOKENS
 
 
 def float32(x: Array) -> Array:
@@ -23,11 +26,32 @@ def split(x: Array, *ends: int) -> list[Array]:
     return list(mx.split(x, list(ends), axis=-1))
 
 
-def activate(gate: Array, up: Array, activation: Activation = SILU) -> Array:
-    """Applies `activation` to gate and up, which have one shape; the result has gate's dtype."""
-    if isinstance(gate, np.ndarray):
-        rows = [np.ascontiguousarray(a).reshape(-1, a.shape[-1]) for a in (gate, up)]
-        return native.activate(rows[0], rows[1], activation).reshape(gate.shape)
+def activate(gate: Array, up: Array, activation: Activation = SILU, scale: Array | None = None) -> Array:
+    """Applies `activation` to gate and up, which have one shape, and multiplies by `scale` [..., 1] if it is given; the
+    result has gate's dtype. For a prompt on a GPU it is one launch.
+    """
+    more = () if scale is None else (scale,)
+    if isinstance(gate, mx.array):
+        is_prompt = has_kernels() and gate.size > MAX_TOKENS * gate.shape[-1]
+        compute = _joined(activation) if is_prompt else partial(_activated, activation)
+        return compute(gate, up, *more)
+    rows = [np.ascontiguousarray(a).reshape(-1, a.shape[-1]) for a in (gate, up)]
+    act: np.ndarray = native.activate(rows[0], rows[1], activation).reshape(gate.shape)
+    return act if scale is None else (act * scale).astype(act.dtype)
+
+
+@cache
+def _joined(activation: Activation) -> Callable[..., mx.array]:
+    """`_activated` as one operation."""
+    return mx.compile(partial(_activated, activation), shapeless=True)
+
+
+def _activated(activation: Activation, gate: mx.array, up: mx.array, scale: mx.array | None = None) -> mx.array:
+    act = _of_form(activation, gate, up)
+    return act if scale is None else (act * scale).astype(act.dtype)
+
+
+def _of_form(activation: Activation, gate: mx.array, up: mx.array) -> mx.array:
     limit = math.inf if activation.limit is None else activation.limit
     match activation.form:
         case "silu":

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, starmap
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -31,6 +31,7 @@ ALIGNED = 256  # bytes: where each of several arrays in one begins
 # Of a threadgroup. A kernel that needs many registers has fewer than 1,024 on Apple's GPUs before the M3: 384 at least.
 MOST_THREADS = {"metal": 256, "cuda": 1024}
 ROW = "threadgroup_position_in_grid.z"
+WHOLE = {mx.array}  # the types of inputs none of which is a part or a number
 ARRAYS = ("*", "@")  # signs in a name that stands for several arrays (`Kernel`)
 TYPES = {
     **{mx.float32: "float", mx.bfloat16: "bfloat16_t", mx.float16: "float16_t"},
@@ -91,6 +92,8 @@ def placed(inputs: Sequence[Input], apart: Sequence[int] = ()) -> tuple[list[mx.
     number of arrays. `apart`: inputs that always get their own array, because a text must not depend on whether two
     of them happen to be the same.
     """
+    if set(map(type, inputs)) == WHOLE and len(set(map(id, inputs))) == len(inputs):
+        return list(cast(Sequence[mx.array], inputs)), _in_order(len(inputs))
     arrays: list[mx.array] = []
     places: list[InputPlace] = []
     indices: dict[int, int] = {}
@@ -107,6 +110,12 @@ def placed(inputs: Sequence[Input], apart: Sequence[int] = ()) -> tuple[list[mx.
             arrays.append(whole)
         places.append((index, start, dtype))
     return arrays, tuple(places)
+
+
+@cache
+def _in_order(arrays: int) -> tuple[InputPlace, ...]:
+    """The places of inputs that are different arrays."""
+    return tuple((i, 0, None) for i in range(arrays))
 
 
 def require(condition: bool, message: str) -> None:

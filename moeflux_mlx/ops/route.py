@@ -25,6 +25,9 @@ from .tiles import MAX_TOKENS, planned, tile_of
 # Backends on which the host should read arrays of 8 bytes: on CUDA, MLX keeps these on the host, but moves any other
 # array that the host reads to managed memory, whose pages then migrate.
 HOST_COPY = {"cuda"}
+# Rows of a prompt that the kernel of norm and logits takes. Every row computes its own norm in each threadgroup, but up
+# to this number the host decides how long a prompt takes on CUDA, and MLX has six operations for the same.
+MOST_ROWS = {"cuda": 256}
 TABLE = Kernel("topk_table", "logits table tokens scale", "ids weights")
 # The functions of logits, by the names of `Router.score`; kernels number them in this order.
 SCORES: dict[str, Any] = {
@@ -282,10 +285,9 @@ def router_logits(
     shape = h.size // h.shape[-1], h.shape[-1]
     if isinstance(h, mx.array):
         form = None if w.quant is None else Form(w.quant, w.second.dtype)
-        rows = min(shape[0], MAX_TOKENS + 1), shape[1]
         weight = h if norm is None else norm
         dtypes = h.dtype, weight.dtype, w.weight.dtype
-        launch = plan_logits(backend.name(), rows, dtypes, w.shape, form, bias is not None, norm is not None)
+        launch = plan_logits(backend.name(), shape, dtypes, w.shape, form, bias is not None, norm is not None)
         if not isinstance(launch, Reason):
             x, logits = launch(
                 h, weight, weight if x_norm is None else x_norm, eps, weight if bias is None else bias, *inputs_of(w)
@@ -297,7 +299,7 @@ def router_logits(
     return x, logits if bias is None else plus(logits, bias)
 
 
-@planned("route")
+@planned("route", 512)
 def plan_logits(
     target: str,
     h: Shape,
@@ -309,8 +311,9 @@ def plan_logits(
 ) -> Launch | Reason:
     tokens, hidden = h
     rows = w[0]
-    if tokens > MAX_TOKENS:
-        return Reason(f"there are more than {MAX_TOKENS} rows")
+    most = MOST_ROWS.get(target, MAX_TOKENS)
+    if tokens > most:
+        return Reason(f"there are more than {most} rows")
     if hidden % MULTIPLE:
         return Reason(f"{hidden} columns are not a multiple of {MULTIPLE}")
     if form and not (is_read(form.quant, hidden) and rows * form.quant.fewest(hidden) >= LEAST_ELEMENTS):

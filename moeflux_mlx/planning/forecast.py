@@ -1,9 +1,9 @@
 """How fast a model will answer, from the bytes of a token, a machine's rates and the share of experts in memory.
 
 A token's weights and state are read at the products' rate. If attention computes for longer than it reads, as on a CPU,
-this is its time. Each layer adds its own seconds, for launches and the host. Experts that are not in memory are read
-from the disk, after the products; a GPU reads some from the host's memory. Nothing here measures, and the same inputs
-give the same forecast.
+this is its time. A token and each of its layers add their own seconds, for launches and the host. Experts that are not
+in memory are read from the disk, after the products; a GPU reads some from the host's memory. Nothing here measures,
+and the same inputs give the same forecast.
 """
 
 import math
@@ -88,7 +88,7 @@ def forecast(work: TokenWork, rates: Rates, share: float, hits: float, from_host
         hits: of a token's experts, those that are in memory, `from_host` of them only in the host's.
     """
     is_streamed = share < 1
-    seconds = (work.dense + work.routed) / rates.products
+    seconds = rates.token + (work.dense + work.routed) / rates.products
     seconds += max(work.state / rates.products, work.attended / rates.attention)
     seconds += (work.layers - work.moe_layers * is_streamed) * rates.layer
     seconds += work.moe_layers * is_streamed * rates.streamed_layer

@@ -1,26 +1,41 @@
-"""Measures what a layer costs this machine beside its bytes, with the demo model, whose weights take no time."""
+"""Measures what a token and a layer take beside their bytes, with small models, whose bytes take no time."""
 
 import statistics
 import time
 from contextlib import closing
+from dataclasses import replace
 
+import mlx.core as mx
 import numpy as np
 
 from ..driving.generation import generate_step
+from ..experts.held import HeldExperts
+from ..experts.routed import RoutedExperts
 from ..kept.rates import UNLIMITED, Rates
+from ..model.decoder import Model
+from ..opening.random_weights import Shapes, random_records, randomise
 from ..ops import backend, native
 from ..planning.machine import default_dtype
-from .checkup import product_rate
+from ..spec import ModelArgs
+from .checkup import LONG_ENOUGH, least_seconds, product_rate
 from .demo_check import open_demo
 
-PROMPT, TOKENS, ALL = list(range(3, 11)), 24, 1 << 30  # token ids; bytes of a pool that holds all experts
+PROMPT, MOST_TOKENS, ALL = list(range(3, 11)), 1024, 1 << 30  # token ids; bytes of a pool that holds all experts
+TIMES = 4  # layers of the larger model, for each of the demo model's
 HEADS, POSITIONS = (32, 128), 8192  # of queries, and their width; positions of a text
 
 
 def measure_rates(disk: float, products: float | None = None) -> Rates:
     """The rates of this machine, whose disk reads `disk` bytes per second. `products`: those of products, if known."""
-    layers = layer_seconds("auto"), layer_seconds("pread")
-    return Rates(products or product_rate(default_dtype()), disk, *layers, attention_rate())
+    resident, args = _demo_seconds("auto")
+    streamed, _ = _demo_seconds("pread")
+    count = args.num_hidden_layers
+    few, many = (token_seconds(_random_model(replace(args, layers=args.layers * times))) for times in (1, TIMES))
+    layer = max(many - few, 0.1 * few) / (TIMES - 1) / count
+    token = max(few - layer * count, 1e-9)
+    waiting = max(streamed - resident, 0.0) / count
+    products = products or product_rate(default_dtype())
+    return Rates(products, disk, layer, layer + waiting, token, attention_rate())
 
 
 def attention_rate() -> float:
@@ -28,25 +43,44 @@ def attention_rate() -> float:
     if backend.has_kernels() or not native.available():
         return UNLIMITED
     queries, keys = np.ones((1, *HEADS), np.float32), np.ones((1, POSITIONS, HEADS[1]), np.float32)
-    seconds = []
-    for _ in range(5):
+
+    def seconds() -> float:
         began = time.perf_counter()
         native.attend(queries, keys, keys, POSITIONS, 1.0)
-        seconds.append(time.perf_counter() - began)
-    return 2 * HEADS[0] * keys.size / min(seconds)
+        return time.perf_counter() - began
+
+    return 2 * HEADS[0] * keys.size / least_seconds(seconds)
 
 
-def layer_seconds(expert_io: str) -> float:
-    """Seconds of one of the demo model's layers, of which a token has few bytes."""
+def token_seconds(model: Model) -> float:
+    """Seconds of one of the model's tokens, when they have been computed for long enough."""
+    seconds, end = list[float](), time.perf_counter() + 2 * LONG_ENOUGH
+    with closing(generate_step(PROMPT, model, max_tokens=MOST_TOKENS)) as steps:
+        next(steps)  # compiles
+        next(steps)
+        while time.perf_counter() < end and len(seconds) < MOST_TOKENS - 2:
+            began = time.perf_counter()
+            next(steps)
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[len(seconds) // 2 :])
+
+
+def _demo_seconds(expert_io: str) -> tuple[float, ModelArgs]:
     engine = open_demo(expert_io, ALL if expert_io == "pread" else None)
     try:
-        seconds = []
-        with closing(generate_step(PROMPT, engine.model, max_tokens=2 * TOKENS)) as steps:
-            next(steps)
-            for _ in range(2 * TOKENS - 1):
-                began = time.perf_counter()
-                next(steps)
-                seconds.append(time.perf_counter() - began)
-        return statistics.median(seconds[TOKENS:]) / engine.model.args.num_hidden_layers
+        return token_seconds(engine.model), engine.model.args
     finally:
         engine.experts.close()
+
+
+def _random_model(args: ModelArgs) -> Model:
+    """A model with random weights in memory."""
+    shapes = Shapes.of_args(args, default_dtype())
+    experts = HeldExperts(shapes.layout, {})
+    for layer, record in shapes.layout.records.items():
+        blob = random_records(record, shapes.layout.count(layer)).blob
+        experts.add(layer, blob if backend.has_kernels() else np.array(blob))
+    model = Model(args, RoutedExperts(experts))
+    randomise(model, "", shapes)
+    mx.eval(model.parameters())
+    return model

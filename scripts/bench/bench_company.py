@@ -14,7 +14,6 @@ times, a median of the rounds' ratios.
 import argparse
 import json
 import os
-import statistics
 import time
 from typing import Any
 
@@ -22,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 from bench_batch import decoding
 from bench_decode import add_variant, ours, variant_config
-from bench_prompt import quartiles, random_prompt
+from measuring import medians, quartiles, random_prompt
 from streamed import add_options, held_drive, settings
 
 from moeflux_mlx import load_model
@@ -110,7 +109,7 @@ def run_prompt(model: Any, prompt: list[int], answer: Decoding | None, share: fl
 
 
 def report(rounds: list[dict[str, float]]) -> dict[str, Any]:
-    made: dict[str, Any] = {name: round(statistics.median(row[name] for row in rounds), 3) for name in rounds[0]}
+    made: dict[str, Any] = {name: round(value, 3) for name, value in medians(rounds).items()}
     return made | {"longer_quartiles": [round(value, 3) for value in quartiles(row["longer"] for row in rounds)]}
 
 

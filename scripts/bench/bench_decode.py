@@ -30,8 +30,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from bench_prompt import print_table, quartiles, random_prompt, spread, turns
 from make_random_model import config_of
+from measuring import print_table, quartiles, random_prompt, spread, turns
 from mlx.utils import tree_flatten, tree_unflatten
 
 from moeflux_mlx.driving.generation import generate_step

@@ -15,14 +15,14 @@ import argparse
 import json
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from bench_stream import damp, medians, quartiles, warm
+from bench_stream import damp, warm
+from measuring import decoded, in_turns, medians, print_figures, ratios, shown
 
-from moeflux_mlx.driving.generation import generate_step
-from moeflux_mlx.driving.sampling import make_sampler
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.opening.engine import Engine, open_engine
 from moeflux_mlx.opening.weights import open_weights
@@ -38,15 +38,9 @@ def main() -> None:
         print("records are copied to CUDA devices only: here both sources are alike")
     engines = {name: opened(options, name == "host") for name in ("disk", "host")}
     fill(engines["host"].experts)
-    runs: dict[str, list[dict]] = {name: [] for name in engines}
-    bus = []
-    for i in range(-1, options.rounds):  # the first round warms up
-        rates = bus_rate(engines["host"].experts)
-        for name in sorted(engines, reverse=bool(i % 2)):
-            row = decoded(engines[name], options, seed=i + 1)
-            runs[name] += [row] if i >= 0 else []
-        bus += [rates] if i >= 0 else []
-    report(runs, bus)
+    cases = {name: partial(decode_once, engine, options) for name, engine in engines.items()}
+    runs = in_turns({"bus": lambda _: bus_rate(engines["host"].experts), **cases}, options.rounds)
+    report(runs, runs.pop("bus"))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,17 +80,8 @@ def fill(source: StreamedExperts) -> None:
     source.drain()
 
 
-def decoded(engine: Engine, options: argparse.Namespace, seed: int) -> dict:
-    """Decodes once; the prompt and the first token are not counted."""
-    source, prompt = engine.experts, np.random.default_rng(seed).integers(0, 256, 4).tolist()
-    mx.random.seed(seed)
-    start, sampler = 0.0, make_sampler(temp=options.temp)
-    for i, _ in enumerate(generate_step(prompt, engine.model, max_tokens=options.max_tokens + 1, sampler=sampler)):
-        if i == 0:
-            source.drain()
-            source.reset_stats()
-            start = time.perf_counter()
-    seconds, stats = time.perf_counter() - start, source.stats
+def decode_once(engine: Engine, options: argparse.Namespace, seed: int) -> dict:
+    seconds, stats = decoded(engine.model, options, seed)
     asked = stats.hits + stats.misses
     return {
         "tok/s": options.max_tokens / seconds,
@@ -124,13 +109,10 @@ def bus_rate(source: StreamedExperts, copies: int = 100) -> float:
 
 def report(runs: dict[str, list[dict]], bus: list[float]) -> None:
     table = {name: medians(rows) for name, rows in runs.items()}
-    for name, row in table.items():
-        print(f"{name:5} " + "  ".join(f"{key} {value:.3f}" for key, value in row.items()))
-    faster = quartiles([b["tok/s"] / a["tok/s"] for a, b in zip(runs["disk"], runs["host"], strict=True)])
-    share = quartiles([row["copied GB/s"] / rate for row, rate in zip(runs["host"], bus, strict=True)])
-    print(f"bus {statistics.median(bus):.2f} GB/s")
-    for name, three in (("host / disk", faster), ("bus, of its rate", share)):
-        print("{}: {:.2f} ({:.2f}-{:.2f})".format(name, *three))
+    print_figures(table)
+    faster = ratios(*([row["tok/s"] for row in runs[name]] for name in ("host", "disk")))
+    share = ratios((row["copied GB/s"] for row in runs["host"]), bus)
+    print(f"bus {statistics.median(bus):.2f} GB/s; host / disk: {shown(faster)}; bus, of its rate: {shown(share)}")
     print(json.dumps({"bench": "host tier", **table, "bus": statistics.median(bus), "faster": faster, "share": share}))
 
 

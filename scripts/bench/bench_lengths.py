@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 from bench_decode import WARMUP, Runner, add_variant, ours, planned, theirs, variant_config
-from bench_prompt import print_table, quartiles, random_prompt, spread, turns
+from measuring import print_table, quartiles, random_prompt, spread, turns
 
 from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.formats.record import ExpertLayout

@@ -1,35 +1,22 @@
 #!/usr/bin/env python3
-"""Times llama.cpp on the CPU at the shapes of a packed random model, for comparison with bench_cpu.py's figures.
+"""Writes a GGUF file of a packed random model's shapes, which bench_llama_turns.py times in llama.cpp, and loads it.
 
     CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python llama-cpp-python gguf
     python scripts/bench/make_random_model.py --variant qwen3-30b-a3b --layers 8 MODEL
     scripts/bench/bench_llama_cpp.py MODEL FILE.gguf
 
-The first run writes FILE.gguf: the same shapes with random weights of its own, every matrix in Q4_0 or Q4_K, which is
-4.5 bits a weight, like the packed model's. A round times prefill and then decode of random tokens, without repacked
-weights (computed straight from the mapped file) and with them (a second copy, in memory). Reported are medians over
-the rounds; one round before them, which may find pages unread, is only in the JSON of the last line. No sampling but
-an argmax. In its last layer llama.cpp computes only the tokens whose logits are asked for: here one, of the prompt.
-
-Streaming by page faults, in a version 1 memory control group, as root. Look at read_ahead_kb of the drive's queue in
-/sys/block first: with megabytes there instead of Linux's usual 128 every fault reads much that nobody needs.
-
-    mkdir /sys/fs/cgroup/memory/llama; echo 2000000000 > /sys/fs/cgroup/memory/llama/memory.limit_in_bytes
-    sh -c 'echo $$ > /sys/fs/cgroup/memory/llama/cgroup.procs; exec "$@"' sh \\
-        scripts/bench/bench_llama_cpp.py MODEL FILE.gguf --no-repack --decode-only --cold --tokens 64
+The file has random weights of its own, every matrix in Q4_0 or Q4_K, which is 4.5 bits a weight, like the packed
+model's. llama.cpp computes straight from the mapped file or from repacked weights, a second copy in memory. In its last
+layer it computes only the tokens whose logits are asked for.
 """
 
 import argparse
 import ctypes
 import json
 import os
-import resource
 import shutil
-import statistics
 import sys
-import time
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 import gguf
@@ -41,7 +28,6 @@ Q4_K = np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("scales", "u1", 12), ("c
 BLOCKS = {"q4_0": (gguf.GGMLQuantizationType.Q4_0, Q4_0, 32), "q4_k": (gguf.GGMLQuantizationType.Q4_K, Q4_K, 256)}
 CODE_SPREAD = 4.61  # standard deviation of 0 .. 15
 NESTED_SPREAD = 254  # of scale * code - 7.5 * minimum, with random scales and minima of 6 bits
-clock = time.perf_counter
 ERROR = 4  # llama.cpp's number of that level of log messages
 
 
@@ -52,44 +38,16 @@ def log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
 
 
 def main() -> None:
-    global clock
-    options = parser().parse_args()
-    clock = time.process_time if options.cpu_time else time.perf_counter
+    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    made.add_argument("model", type=Path, help="of the qwen3_moe family, made by make_random_model.py")
+    made.add_argument("gguf", type=Path, help="the same shapes for llama.cpp")
+    made.add_argument("--type", choices=BLOCKS, default="q4_0", help="of every matrix (%(default)s)")
+    options = made.parse_args()
     config = json.loads((options.model / "config.json").read_text())
     if config["model_type"] != "qwen3_moe":
         raise SystemExit(f"error: {options.model} is a {config['model_type']} model; only qwen3_moe is known here")
-    if not options.gguf.exists():
-        write_gguf(config, options.gguf, options.type)
-        copy_tokenizer(options.model, options.gguf)
-    if options.write_only:
-        return
-    if options.cold:
-        forget(options.gguf)
-    llama_cpp.llama_log_set(log, None)
-    llama_cpp.llama_backend_init()
-    ways = {"mapped": False} if options.no_repack else {"mapped": False, "repacked": True}
-    runners = {way: Runner(options, repack) for way, repack in ways.items()}
-    check_same(runners)
-    rounds = [one_round(runners, options, seed) for seed in range(options.rounds + 1)]
-    report(options, config, rounds)
-
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    made.add_argument("model", type=Path, help="of the qwen3_moe family, made by make_random_model.py")
-    made.add_argument("gguf", type=Path, help="the same shapes for llama.cpp; written if it does not exist")
-    made.add_argument("--type", choices=BLOCKS, default="q4_0", help="of every matrix of a new file (%(default)s)")
-    made.add_argument("--rounds", type=int, default=5, help="after a first that does not count")
-    made.add_argument("--prompt", type=int, default=128, help="tokens of the prefill")
-    made.add_argument("--tokens", type=int, default=24, help="tokens that a round decodes")
-    made.add_argument("--threads", type=int, default=2)
-    made.add_argument("--context", type=int, default=512)
-    made.add_argument("--decode-only", action="store_true", help="no prefill")
-    made.add_argument("--no-repack", action="store_true", help="only from the mapped file, without a second copy")
-    made.add_argument("--cpu-time", action="store_true", help="count the process's CPU time, not the clock's")
-    made.add_argument("--write-only", action="store_true", help="write FILE.gguf and stop")
-    made.add_argument("--cold", action="store_true", help="drop the file's pages first, so that a limit counts them")
-    return made
+    write_gguf(config, options.gguf, options.type)
+    copy_tokenizer(options.model, options.gguf)
 
 
 # The model file.
@@ -173,13 +131,6 @@ def quantised(rng: np.random.Generator, shape: tuple[int, ...], type: str) -> np
     return blocks
 
 
-def forget(path: Path) -> None:
-    """Drops the file from the page cache. Pages that another control group has read do not count in this one."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 # The runs.
 
 
@@ -193,7 +144,7 @@ class Runner:
             setattr(params, name, value)
         self.model = llama_cpp.llama_model_load_from_file(os.fsencode(options.gguf), params)
         if not self.model:
-            raise SystemExit(f"error: llama.cpp cannot load {options.gguf}; remove it and it will be written anew")
+            raise SystemExit(f"error: llama.cpp cannot load {options.gguf}; it must be written anew")
         context = llama_cpp.llama_context_default_params()
         context.n_ctx, context.n_threads, context.n_threads_batch = options.context, options.threads, options.threads
         for name, value in (run or {}).items():
@@ -207,70 +158,6 @@ class Runner:
         if code := llama_cpp.llama_decode(self.context, llama_cpp.llama_batch_get_one(ids, len(tokens))):
             raise SystemExit(f"error: llama_decode returned {code}; do prompt and tokens fit the context?")
         return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.context, -1), (self.vocab,))
-
-
-def check_same(runners: dict[str, Runner]) -> None:
-    """Checks that both ways compute the same finite logits, except for rounding and experts that are nearly tied."""
-    first, *others = [runner.feed(np.arange(8)).copy() for runner in runners.values()]
-    spread = float(max((logits - first).std() for logits in (first, *others)) / first.std())
-    if not spread < 0.2:  # this also fails for NaN
-        raise SystemExit(f"error: logits with and without repacking differ by {spread:.3g} standard deviations")
-
-
-def one_round(runners: dict[str, Runner], options: argparse.Namespace, seed: int) -> dict[str, dict[str, float]]:
-    """Returns the tokens per second of both phases, and the MB that decoding a token read from disk."""
-    rates: dict[str, dict[str, float]] = {}
-    for way, runner in runners.items():
-        tokens = np.random.default_rng(seed).integers(0, runner.vocab, options.prompt + options.tokens)
-        prompt, following = np.split(tokens, [options.prompt])
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(runner.context), True)
-        rates[way] = {}
-        if not options.decode_only:
-            start = clock()
-            runner.feed(prompt)
-            rates[way]["prefill"] = options.prompt / (clock() - start)
-        start, read = clock(), disk_bytes()
-        for token in following:
-            runner.feed(token[None]).argmax()
-        rates[way]["decode"] = options.tokens / (clock() - start)
-        rates[way]["MB_read_per_token"] = (disk_bytes() - read) / 1e6 / options.tokens
-    return rates
-
-
-def disk_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_inblock * 512
-
-
-def token_bytes(config: dict) -> int:
-    """Returns the bytes of weights that decoding one token reads: every matrix except the embedding, and the chosen
-    experts.
-    """
-    share = config["num_experts_per_tok"] / config["num_experts"]
-    read = (size(shape) * (share if name.endswith("_exps") else 1) for name, shape in tensors(config))
-    return int(sum(read)) - size((config["vocab_size"], config["hidden_size"]))
-
-
-def report(options: argparse.Namespace, config: dict, rounds: list[dict[str, dict[str, float]]]) -> None:
-    def median(way: str, key: str) -> float:
-        return statistics.median(each[way][key] for each in rounds[1:])
-
-    middle = {way: {key: median(way, key) for key in values} for way, values in rounds[0].items()}
-    result = {
-        "llama_cpp_python": version("llama-cpp-python"),
-        "system": llama_cpp.llama_print_system_info().decode(),
-        "threads": options.threads,
-        "load_average": os.getloadavg()[0],
-        "layers": config["num_hidden_layers"],
-        "file_bytes": options.gguf.stat().st_size,
-        "token_bytes": token_bytes(config),
-        "medians": middle,
-        "rounds": rounds,
-    }
-    head = "{threads} threads, load average {load_average:.1f}, {file_bytes} bytes, {token_bytes} per token"
-    print(head.format(**result))
-    for way, figures in middle.items():
-        print(f"{way:9}" + ", ".join(f"{key.replace('_', ' ')} {value:.2f}" for key, value in figures.items()))
-    print(json.dumps(result))
 
 
 if __name__ == "__main__":

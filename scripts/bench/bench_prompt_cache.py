@@ -19,7 +19,6 @@ JSON. Bytes are counted where experts are read (pread), not where they are mappe
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from measuring import medians
 
 from moeflux_mlx import load, model_fingerprint
 from moeflux_mlx.driving.session import Session
@@ -49,7 +49,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.folder, prefix="prompts-") as folder:
             runs.append({case: run(case, folder) for case in CASES})
             size = sum(file.stat().st_size for file in Path(folder).iterdir())
-    results = {case: median([one[case] for one in runs]) for case in CASES}
+    results = {case: medians([one[case] for one in runs]) for case in CASES}
     report(results, size)
     context = {"model": options.model, "tokens": options.tokens, "rounds": options.rounds}
     context |= {"load_average": load_before, "cpus": os.cpu_count(), "file_bytes": size}
@@ -116,10 +116,6 @@ def respond(session: Session, prompt: list[int], n: int = 1) -> dict:
         "expert_bytes": read,
         "computed": session.reuse.computed,
     }
-
-
-def median(runs: list[dict]) -> dict:
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 def report(results: dict[str, dict], size: int) -> None:

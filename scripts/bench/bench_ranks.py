@@ -30,6 +30,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from measuring import medians, random_prompt
 
 from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.driving.sampling import make_sampler
@@ -178,8 +179,7 @@ def work(options: argparse.Namespace) -> dict:
     if options.drive_gb_per_s is not None:
         drive.rate = options.drive_gb_per_s * 1e9
     runs = [generated(options, model) for _ in range(options.repeats)]
-    medians = {name: statistics.median(run[name] for run in runs) for name in runs[0] if name != "tokens"}
-    return medians | prompts(options, model, link) | exchange_cost(link, model) | {"tokens": digest_of(runs)}
+    return numbers(runs) | prompts(options, model, link) | exchange_cost(link, model) | {"tokens": digest_of(runs)}
 
 
 def opened(options: argparse.Namespace, link: Link | None):
@@ -203,12 +203,8 @@ def emptied(options: argparse.Namespace, model) -> None:
         model.experts.invalidate()
 
 
-def random_prompt(model, tokens: int) -> list[int]:
-    return np.random.default_rng(0).integers(0, model.args.vocab_size, tokens).tolist()
-
-
 def generated(options: argparse.Namespace, model) -> dict:
-    prompt = random_prompt(model, options.prompt_tokens)
+    prompt = random_prompt(model, options.prompt_tokens, seed=0)
     emptied(options, model)
     mx.random.seed(0)
     start, tokens, moments = time.perf_counter(), [], []
@@ -230,6 +226,11 @@ def generated(options: argparse.Namespace, model) -> dict:
     }
 
 
+def numbers(runs: list[dict]) -> dict:
+    """Returns the medians of all but the tokens' digest."""
+    return medians([{name: value for name, value in run.items() if name != "tokens"} for run in runs])
+
+
 def digest_of(runs: list[dict]) -> str:
     """Returns the digest of the tokens. Raises an error if they were not the same in all runs."""
     digests = {run["tokens"] for run in runs}
@@ -240,7 +241,7 @@ def first_token(options: argparse.Namespace, model, tokens: int) -> float:
     """Returns the seconds until the first token after a prompt of `tokens` tokens."""
     emptied(options, model)
     start = time.perf_counter()
-    next(iter(generate_step(random_prompt(model, tokens), model, max_tokens=1)))
+    next(iter(generate_step(random_prompt(model, tokens, seed=0), model, max_tokens=1)))
     return time.perf_counter() - start
 
 
@@ -276,10 +277,7 @@ def exchange_cost(link: Link | None, model) -> dict:
 
 
 def report(options: argparse.Namespace, runs: dict[int, list[dict]]) -> None:
-    names = {count: [name for name in of[0] if name != "tokens"] for count, of in runs.items()}
-    table = {
-        count: {name: statistics.median(run[name] for run in of) for name in names[count]} for count, of in runs.items()
-    }
+    table = {count: numbers(of) for count, of in runs.items()}
     first = table[options.ranks[0]]
     for count, row in table.items():
         if "exchange ms/token" in row:

@@ -45,6 +45,8 @@ from typing import cast
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
+from measuring import quartiles, shown
+
 from moeflux_mlx.driving.sampling import make_logits_processors
 from moeflux_mlx.driving.session import Session
 from moeflux_mlx.formats.packed import FOLDER
@@ -194,7 +196,7 @@ def added(times: dict[str, list[float]], busy: dict[str, list[float]], hits: flo
     processor = {name: statistics.median(milliseconds) for name, milliseconds in busy.items()}
     print(f"experts in the pool when asked for, in the library: {100 * hits:.0f} %")
     print("ms/token: " + ", ".join(f"{name} {median:.2f}" for name, median in wall.items()))
-    print(f"the server adds {shown(more)} ms to a token, {shown([100 * one for one in share])} %")
+    print(f"the server adds {shown(more, 3)} ms to a token, {shown([100 * one for one in share], 3)} %")
     print("processor ms/token, the prompt's share included: " + ", ".join(f"{k} {v:.2f}" for k, v in processor.items()))
     figures = {"milliseconds": wall, "processor_ms": processor, "added_ms": more, "added_share": share}
     return {**figures, "pairs": len(pairs), "hits": hits}
@@ -209,7 +211,7 @@ def bench_turns(options: argparse.Namespace, urls: dict[str, str], bias: dict[in
     ratios = {name: quartiles([first / second for first, second in pairs]) for name, pairs in turns.items()}
     for name, pairs in turns.items():
         first, second = (statistics.median(times) for times in zip(*pairs, strict=True))
-        print(f"turns, {name}: first {first:.2f} s, second {second:.3f} s; first / second {shown(ratios[name])}")
+        print(f"turns, {name}: first {first:.2f} s, second {second:.3f} s; first / second {shown(ratios[name], 3)}")
     return {"turns": turns, "turn_ratios": ratios}
 
 
@@ -336,14 +338,6 @@ def interval(values: list[float]) -> list[float]:
     ordered, spread = sorted(values), 0.98 * math.sqrt(len(values))
     low, high = round(len(values) / 2 - spread), round(len(values) / 2 + spread)
     return [ordered[max(low, 0)], statistics.median(ordered), ordered[min(high, len(values) - 1)]]
-
-
-def quartiles(values: list[float]) -> list[float]:
-    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-
-
-def shown(values: list[float]) -> str:
-    return "{1:.3f} ({0:.3f} to {2:.3f})".format(*values)
 
 
 if __name__ == "__main__":

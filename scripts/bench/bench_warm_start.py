@@ -25,6 +25,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from measuring import medians, quartiles, ratios
 from routing_trace import Traced
 
 from moeflux_mlx import load_model
@@ -123,14 +124,12 @@ def report(case: tuple[int, float], rounds: list[dict]) -> dict:
     said: dict = {"prompt": case[0], "idle": case[1]}
     for way in WAYS:
         some = [one[way] for one in rounds]
-        ratios = sorted(one["first"] / one["steady"] for one in some)
-        said[way] = {name: statistics.median(one[name] for one in some) for name in some[0]}
-        said[way]["first_over_steady"] = [float(np.quantile(ratios, q)) for q in (0.25, 0.5, 0.75)]
+        said[way] = medians(some)
+        said[way]["first_over_steady"] = quartiles(one["first"] / one["steady"] for one in some)
     # Both ways run the same tokens, and both are steady at their end.
     steady = [statistics.mean(one[way]["steady"] for way in WAYS) for one in rounds]
     for way in WAYS:
-        ratios = [one[way]["first"] / rate for one, rate in zip(rounds, steady, strict=True)]
-        said[way]["first_over_both"] = [float(np.quantile(ratios, q)) for q in (0.25, 0.5, 0.75)]
+        said[way]["first_over_both"] = ratios((one[way]["first"] for one in rounds), steady)
     print(json.dumps(said, indent=1))
     return said
 

@@ -7,12 +7,17 @@ line says so.
 import argparse
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_stream import GROUPS, leave, throttle
+
+from moeflux_mlx.opening.weights import open_weights
+from moeflux_mlx.packing.located import Located
+
+GROUPS = Path("/sys/fs/cgroup")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -80,3 +85,21 @@ def enter(group: Path, setting: str, lines: str) -> None:
     except OSError:
         leave(group)
         raise
+
+
+def leave(group: Path) -> None:
+    """Removes a control group as soon as its last process has ended."""
+    for _ in range(100):
+        try:
+            return group.rmdir()
+        except OSError:
+            time.sleep(0.05)
+
+
+def throttle(models: list[Path], mbps: float) -> dict[str, str]:
+    """Returns the files of version 1 control groups and what to write to them, for the speed of each drive that holds
+    experts of these models.
+    """
+    devices = {path.stat().st_dev for model in models for path in open_weights(Located(model)).experts.sizes}
+    lines = [f"{os.major(device)}:{os.minor(device)} {int(mbps * 1e6)}" for device in sorted(devices)]
+    return {"blkio/blkio.throttle.read_bps_device": "\n".join(lines)}

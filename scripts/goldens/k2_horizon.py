@@ -8,41 +8,6 @@ import torch
 from torch.nn.functional import linear, silu
 
 
-def tensors(c):
-    """Returns {name: shape} as the publisher names tensors."""
-    D, d, V = c["hidden_size"], c["head_dim"], c["vocab_size"]
-    q, kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
-    shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,), "lm_head.weight": (V, D)}
-    for i in range(c["num_hidden_layers"]):
-        of_layer = {f"{norm}_layernorm.weight": (D,) for norm in ("input", "post_attention")}
-        of_layer |= {f"self_attn.{name}_proj.weight": (q, D) for name in ("q", "gate")}
-        of_layer |= {"self_attn.k_proj.weight": (kv, D), "self_attn.o_proj.weight": (D, q)}
-        if i in c["mlp_only_layers"]:
-            of_layer["self_attn.v_proj.weight"] = (kv, D)
-            of_layer |= mlp("mlp.", D, c["intermediate_size"])
-        else:
-            of_layer |= routed("self_attn.v_router", c["mova_num_experts"], D)
-            of_layer |= {f"self_attn.v_experts.{e}.weight": (kv, D) for e in range(c["mova_num_experts"])}
-            of_layer |= routed("mlp.gate", c["num_experts"], D) | mlp("mlp.shared_experts.", D, shared_width(c))
-            for e in range(c["num_experts"]):
-                of_layer |= mlp(f"mlp.experts.{e}.", D, c["moe_intermediate_size"])
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in of_layer.items()}
-    return shapes
-
-
-def shared_width(c):
-    return c["moe_intermediate_size"] * c["num_shared_experts"]
-
-
-def routed(stem, count, width):
-    return {f"{stem}.weight": (count, width), f"{stem}.bias": (count,)}
-
-
-def mlp(stem, outer, inner):
-    shapes = {"gate_proj": (inner, outer), "up_proj": (inner, outer), "down_proj": (outer, inner)}
-    return {f"{stem}{name}.weight": shape for name, shape in shapes.items()}
-
-
 class K2Horizon:
     """The model with these weights. `gaps`: after a call the smallest distances of scores at the edge of a choice."""
 

@@ -258,36 +258,15 @@ def of_own_torch(family, weights):
     return logits
 
 
-def of_rapid_mlx(family, weights):
-    """Returns the same, computed by Rapid-MLX in float32."""
-    import mlx.core as mx
-    from rapid_mlx.models import g9v3
-
-    margins, choose = [], g9v3.group_expert_select
-    model = g9v3.Model(g9v3.ModelArgs.from_dict(goldens.config(family)))
-    model.load_weights(list(model.sanitize({n: mx.array(w, mx.float32) for n, w in weights.items()}).items()))
-
-    def looking(logits, bias, k, *rest):
-        margins.append(gap(np.array(mx.sigmoid(logits) + bias, np.float64).reshape(-1, logits.shape[-1]), k))
-        return choose(logits, bias, k, *rest)
-
-    def logits(tokens):
-        margins.clear()
-        g9v3.group_expert_select = looking
-        found = np.array(model(mx.array(tokens)[None])[0])
-        return found, min(margins)
-
-    return logits
-
-
-def of_mlx_lm(family, weights):
-    """Returns the same, computed by mlx-lm in float32."""
+def of_mlx(family, weights):
+    """Returns the same, computed in float32 by mlx-lm, or by Rapid-MLX."""
     import importlib
 
     import mlx.core as mx
 
-    module, margins = importlib.import_module(f"mlx_lm.models.{family}"), []
-    choose = module._group_expert_select
+    package, choice = ("rapid_mlx", "group_expert_select") if family == "g9v3" else ("mlx_lm", "_group_expert_select")
+    module, margins = importlib.import_module(f"{package}.models.{family}"), []
+    choose = getattr(module, choice)
     mx.set_default_device(mx.cpu)
     model = module.Model(module.ModelArgs.from_dict(goldens.config(family)))
     made = model.sanitize({name: mx.array(w, mx.float32) for name, w in weights.items()})
@@ -299,8 +278,8 @@ def of_mlx_lm(family, weights):
 
     def logits(tokens):
         margins.clear()
-        module._group_expert_select = looking
-        found = np.array(model(mx.array(tokens)[None], model.make_cache())[0])
+        setattr(module, choice, looking)
+        found = np.array(model(mx.array(tokens)[None], *([] if family == "g9v3" else [model.make_cache()]))[0])
         return found, min(margins)
 
     return logits
@@ -369,109 +348,6 @@ def with_engram(family, weights, module):
 
     module.DecoderLayer.__call__ = call
     return lambda tokens: rows.update({"of all layers": state(mx.array(tokens)[None], 0, SimpleNamespace(engram=None))})
-
-
-def tensors_of_deepseek_v41(c):
-    """Returns {name: shape} as mlx-lm's `sanitize` reads the publisher's tensors."""
-    D, d, H, q, n = c["hidden_size"], c["head_dim"], c["num_attention_heads"], c["q_lora_rank"], c["hc_mult"]
-    groups, heads, dim = c["o_groups"] * c["o_lora_rank"], c["index_n_heads"], c["index_head_dim"]
-    shapes = {"embed.weight": (c["vocab_size"], D), "norm.weight": (D,), "head.weight": (c["vocab_size"], D)}
-    for i, ratio in enumerate(c["compress_ratios"][: c["num_hidden_layers"]]):
-        own = {"wq_a": (q, D), "q_norm": (q,), "wq_b": (H * d, q), "wkv": (d, D), "kv_norm": (d,)}
-        own |= {"wo_a": (groups, H * d // c["o_groups"]), "wo_b": (D, groups)}
-        if i in c["kv_source_layer_ids"]:
-            own |= {"compressor.wkv": (d, D), "compressor.norm": (d,), "indexer.wk": (dim, d), "indexer.k_norm": (dim,)}
-            own |= {"compressor.wgate": (d, D)} if ratio > 1 else {}
-        if i in c["index_source_layer_ids"]:
-            own |= {"indexer.wq_b": (heads * dim, q), "indexer.weights_proj": (heads, D)}
-        of_layer = {f"attn.{name}.weight": shape for name, shape in own.items()} | {"attn.attn_sink": (H,)}
-        of_layer |= {f"{norm}_norm.weight": (D,) for norm in ("attn", "ffn")}
-        for part in ("attn", "ffn"):
-            of_layer |= {f"hc_{part}_fn": (n * (n + 2), n * D), f"hc_{part}_base": (n * (n + 2),)}
-            of_layer[f"hc_{part}_scale"] = (3,)
-        of_layer |= {"ffn.gate.weight": (c["n_routed_experts"], D), "ffn.gate.bias": (c["n_routed_experts"],)}
-        stems = [f"ffn.experts.{e}." for e in range(c["n_routed_experts"])] + ["ffn.shared_experts."]
-        for stem in stems:
-            mlp = mlp_of(stem, ("w1", "w2", "w3"), D, c["moe_intermediate_size"])
-            of_layer |= {f"{name}.weight": shape for name, shape in mlp.items()}
-        if i in c["engram_layer_ids"]:
-            width = c["engram_head_dim"]
-            embedded = (c["engram_max_ngram_size"] - 1) * c["engram_n_heads"] * width
-            of_layer["engram.embed.weight"] = c["engram_num_embeddings"][c["engram_layer_ids"].index(i)], width
-            of_layer |= {"engram.wkv.weight": ((n + 1) * D, embedded), "engram.q_weight": (n, D)}
-            of_layer["engram.k_weight"] = (n, D)
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in of_layer.items()}
-    return shapes
-
-
-def tensors_of_kimi_k3(c):
-    """Returns {name: shape} as mlx-lm's `sanitize` reads the publisher's tensors, with longer rates of decay."""
-    D, own, H = c["hidden_size"], c["linear_attn_config"], c["num_attention_heads"]
-    heads, width = own["num_heads"], own["head_dim"]
-    of_sums = {"norm": (D,), "proj": (1, D)}
-    latent, nope, rope, v = (c[n] for n in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    residual = {f"{part}_res_{kind}": shape for part in ("self_attention", "mlp") for kind, shape in of_sums.items()}
-    delta = {f"{one}_proj": (heads * width, D) for one in "qkvg"} | {"f_a_proj": (width, D), "b_proj": (heads, D)}
-    delta |= {f"{one}_conv1d": (heads * width, 1, own["short_conv_kernel_size"]) for one in "qkv"}
-    delta |= {"f_b_proj": (heads * width, width), "o_norm": (width,), "o_proj": (D, heads * width)}
-    full = {"q_a_proj": (c["q_lora_rank"], D), "q_a_layernorm": (c["q_lora_rank"],), "kv_a_layernorm": (latent,)}
-    full |= {"q_b_proj": (H * (nope + rope), c["q_lora_rank"]), "kv_a_proj_with_mqa": (latent + rope, D)}
-    full |= {"kv_b_proj": (H * (nope + v), latent), "g_proj": (H * v, D), "o_proj": (D, H * v)}
-    shapes = {"model.embed_tokens": (c["vocab_size"], D), "model.norm": (D,), "lm_head": (c["vocab_size"], D)}
-    shapes |= {"model.output_attn_res_norm": (D,), "model.output_attn_res_proj": (1, D)}
-    plain = {}
-    for i in range(c["num_hidden_layers"]):
-        stem = f"model.layers.{i}."
-        of_layer = residual | {f"{norm}_layernorm": (D,) for norm in ("input", "post_attention")}
-        is_delta = i + 1 in own["kda_layers"]
-        of_layer |= {f"self_attn.{name}": shape for name, shape in (delta if is_delta else full).items()}
-        if is_delta:
-            plain |= {f"{stem}self_attn.A_log": (1, 1, heads + 1, 1), f"{stem}self_attn.dt_bias": (heads * width,)}
-        if i < c["first_k_dense_replace"]:
-            of_layer |= mlp_of("mlp.", ("gate_proj", "down_proj", "up_proj"), D, c["intermediate_size"])
-        else:
-            of_layer |= latent_experts(c)
-            plain[f"{stem}block_sparse_moe.gate.e_score_correction_bias"] = (c["num_experts"],)
-        shapes |= {stem + name: shape for name, shape in of_layer.items()}
-    return {f"{name}.weight": shape for name, shape in shapes.items()} | plain
-
-
-def latent_experts(c):
-    """Returns the same of the experts of a layer, without their ends."""
-    stem, D = "block_sparse_moe.", c["hidden_size"]
-    latent, width = c["routed_expert_hidden_size"], c["moe_intermediate_size"]
-    shapes = {f"{stem}gate": (c["num_experts"], D), f"{stem}routed_expert_norm": (latent,)}
-    shapes |= {f"{stem}routed_expert_down_proj": (latent, D), f"{stem}routed_expert_up_proj": (D, latent)}
-    names = ("gate_proj", "down_proj", "up_proj")
-    shapes |= mlp_of(f"{stem}shared_experts.", names, D, width * c["num_shared_experts"])
-    for e in range(c["num_experts"]):
-        shapes |= mlp_of(f"{stem}experts.{e}.", ("w1", "w2", "w3"), latent, width)
-    return shapes
-
-
-def mlp_of(stem, names, outer, inner):
-    """Returns the shapes of gate, down and up, by these names."""
-    return dict(zip((stem + name for name in names), ((inner, outer), (outer, inner), (inner, outer)), strict=True))
-
-
-def tensors_of_g9v3(c):
-    """Returns {name: shape} as its modelling code and that of Rapid-MLX read the tensors."""
-    D, d, E = c["hidden_size"], c["head_dim"], c["n_routed_experts"]
-    q, kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
-    shapes = {"model.embed_tokens": (c["vocab_size"], D), "model.norm": (D,), "lm_head": (c["vocab_size"], D)}
-    for i in range(c["num_hidden_layers"]):
-        shapes |= {f"model.layers.{i}.{norm}_layernorm": (D,) for norm in ("input", "post_attention")}
-        for name, shape in {"q": (2 * q, D), "k": (kv, D), "v": (kv, D), "o": (D, q)}.items():
-            shapes[f"model.layers.{i}.self_attn.{name}_proj"] = shape
-        stem, width = f"model.layers.{i}.mlp.", c["moe_intermediate_size"]
-        mlps = {f"{stem}experts.{e}.": width for e in range(E)} | {f"{stem}shared_experts.": width}
-        if i < c["first_k_dense_replace"]:
-            mlps = {stem: c["intermediate_size"]}
-        else:
-            shapes |= {f"{stem}gate": (E, D), f"{stem}gate.e_score_correction_bias": (E,)}
-        for prefix, wide in mlps.items():
-            shapes |= {f"{prefix}gate_proj": (wide, D), f"{prefix}up_proj": (wide, D), f"{prefix}down_proj": (D, wide)}
-    return {name if name.endswith("bias") else f"{name}.weight": shape for name, shape in shapes.items()}
 
 
 def in_order(name):
@@ -547,13 +423,14 @@ def new_model(kind, folder):
     return kind(kind.config_class.from_pretrained(folder))
 
 
+OF_OTHERS = ("g9v3", "kimi_k3", "deepseek_v41", "k2_horizon")  # what their code reads is stored by hand
+
+
 def store_kin(family):
     """Stores tensors.json of a family, and the configuration as transformers saves it."""
     store = goldens.folder(family)
-    of_others = {"g9v3": tensors_of_g9v3, "kimi_k3": tensors_of_kimi_k3, "deepseek_v41": tensors_of_deepseek_v41}
-    of_others["k2_horizon"] = k2_horizon.tensors
-    if family in of_others:
-        shapes, text = of_others[family](goldens.config(family)), json.dumps(goldens.config(family))
+    if family in OF_OTHERS:
+        shapes, text = goldens.shapes(family), json.dumps(goldens.config(family))
     else:
         with tempfile.TemporaryDirectory() as folder:
             new_model(write_config(family, folder), folder).to(torch.bfloat16).save_pretrained(folder)
@@ -584,8 +461,7 @@ def make_kin(family):
     """Stores the fixtures of one family of the kin."""
     store_kin(family)
     others = {
-        "g9v3": of_rapid_mlx,
-        "kimi_k3": of_mlx_lm,
+        **dict.fromkeys(("g9v3", "kimi_k3"), of_mlx),
         "deepseek_v41": of_rounding_mlx_lm,
         "k2_horizon": of_own_torch,
     }

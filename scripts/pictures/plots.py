@@ -18,10 +18,10 @@ COLOURS = ("#1f6feb", "#d1570b", "#2f8132", "#8250df")
 TICKS = 5
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=HERE.parents[1] / "docs" / "pictures")
-    folder = parser.parse_args().folder
+    folder = parser.parse_args(argv).folder
     for name, figure in json.loads((HERE / "figures.json").read_text()).items():
         parts = curves(figure) if "lines" in figure else bars(figure)
         (folder / f"plot-{name}.svg").write_text(framed(figure, parts))

@@ -320,15 +320,14 @@ def test_the_first_line_names_the_model(monkeypatch, capsys):
 
 
 def test_answers_that_were_cut_say_so(monkeypatch, capsys):
-    endless = stopping_at(999)
-    monkeypatch.setattr(chat, "load_named", lambda *_: endless)
+    endless, ending = stopping_at(999), stopping_at(*range(256))
+    engines = iter([endless, endless, ending])
+    monkeypatch.setattr(chat, "load_named", lambda *_: next(engines))
     _, _, err = run(monkeypatch, capsys, ["Hello", "Hello"], "-m", "5")
     assert err.count("(cut after 5 tokens; --max-tokens -1 has no limit)\n") == 2
     limit = endless.model.args.max_position_embeddings
     _, _, err = run(monkeypatch, capsys, ["x" * (limit - 60)], "-m", "-1")
     assert f"(the text has the {limit} tokens that the model takes)" in err
-    ending = stopping_at(*range(256))
-    monkeypatch.setattr(chat, "load_named", lambda *_: ending)
     assert "(cut" not in (err := run(monkeypatch, capsys, ["Hello"])[2]) and "(the text" not in err
 
 

@@ -242,8 +242,14 @@ def test_a_wrong_option_is_one_line(capfd, arguments, message):
     assert stopped.value.code == 2 and said.startswith(message) and said.count("\n") == 1 and "--help lists" in said
 
 
-def test_command_reads_stdin_and_ignores_the_template(capfd, model_dir, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve".encode())))
+@pytest.fixture
+def stdin_is(monkeypatch):
+    """Returns a function that gives the command these bytes."""
+    return lambda data: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+def test_command_reads_stdin_and_ignores_the_template(capfd, model_dir, stdin_is):
+    stdin_is("naïve".encode())
     code, _, err = command(capfd, "--model", model_dir, "-p", "-", "-m", "2", "--ignore-chat-template", "--verbose")
     assert code == 0 and f"prompt: {len('naïve'.encode())} tokens" in err
 
@@ -261,7 +267,7 @@ def test_expert_io_option_and_environment(capfd, model_dir, monkeypatch):
     "arguments, words",
     [
         (["--prompt", "  "], "prompt is empty"),
-        (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--prompt", "abc", "--max-tokens", "0"], "max_tokens is 0"),
         (["--temp", "-1"], "temp"),
         (["--temp", "nan"], "temp"),
         (["--top-p", "1.5"], "top_p"),
@@ -280,24 +286,19 @@ def test_expert_io_option_and_environment(capfd, model_dir, monkeypatch):
         (["--rank-seconds", "30"], "--rank-seconds is for one of several ranks"),
         (["--share-routing"], "--share-routing is for one of several ranks"),
         (["--set", "tiles=no-such"], "tiles 'no-such' is not one of auto, code"),
+        (["--prompt-cache-dir", ""], "a path is empty"),
+        (["--model", ""], "a path is empty"),
+        (["--model", "/nosuch/nowhere"], "does not exist"),
+        (["--model", __file__], "is not a directory, nor a GGUF file"),
     ],
 )
 def test_bad_values(capfd, model_dir, arguments, words):
     assert words in fails(capfd, "--model", model_dir, *arguments)
 
 
-def test_prompt_that_is_not_utf8(capfd, model_dir, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
+def test_prompt_that_is_not_utf8(capfd, model_dir, stdin_is):
+    stdin_is(b"ab\xff")
     assert "not UTF-8: byte 2" in fails(capfd, "--model", model_dir, "--prompt", "-")
-
-
-def test_missing_directory(capfd, tmp_path):
-    assert "does not exist" in fails(capfd, "--model", tmp_path / "nowhere")
-
-
-def test_a_file_instead_of_a_directory(capfd, tmp_path):
-    (tmp_path / "model").write_text("")
-    assert "is not a directory, nor a GGUF file" in fails(capfd, "--model", tmp_path / "model")
 
 
 def test_checkpoint_that_is_not_packed(capfd, copy_dir):
@@ -339,89 +340,77 @@ def test_the_target_has_the_checkpoints_name(copy_dir, monkeypatch, capfd):
         assert f"--hf-path {name.rstrip('/')} --mlx-path model-moeflux" in fails(capfd, "--model", name)
 
 
-def test_an_empty_name_is_no_model(capfd):
-    assert "a path is empty" in fails(capfd, "--model", "")
-
-
-def damage_layer(path, change):
-    file = path / "packed_experts" / "layer_01.bin"
-    data = file.read_bytes()
-    file.unlink() if change is None else file.write_bytes(data[:change] if change < 0 else data + bytes(change))
-
-
-@pytest.mark.parametrize("change", [-1, 1, None])
-def test_damaged_layer_file(capfd, copy_dir, change):
-    damage_layer(copy_dir, change)
-    assert "layer_01.bin" in fails(capfd, "--model", copy_dir)
-
-
 def edit_json(file, **change):
     value = json.loads(file.read_text())
     file.write_text(json.dumps({**value, **change}))
 
 
-def test_a_layout_with_wrong_values(capfd, copy_dir):
-    edit_json(copy_dir / "packed_experts" / "layout.json", num_experts=3)
-    assert "num_experts is 3" in fails(capfd, "--model", copy_dir)
+def of_layer(change):
+    """Changes the bytes of a layer's file."""
+
+    def damage(path):
+        file = path / "packed_experts" / "layer_01.bin"
+        file.write_bytes(change(file.read_bytes()))
+
+    return damage
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [({"model_type": "llama", "text_config": None}, "model_type 'llama'"), ({"text_config": {}}, "is missing")],
-)
-def test_config_that_is_not_implemented(capfd, copy_dir, change, words):
-    edit_json(copy_dir / "config.json", **change)
-    assert words in fails(capfd, "--model", copy_dir)
+def of_resident(name, change):
+    """Changes a resident tensor, or leaves it out."""
+
+    def damage(path):
+        (file,) = path.glob("resident*.safetensors")
+        tensors = mx.load(str(file))
+        mx.eval(tensors)
+        key = next(key for key in sorted(tensors) if key.endswith(name))
+        tensors[key] = change(tensors[key])
+        mx.save_safetensors(str(file), {key: value for key, value in tensors.items() if value is not None})
+
+    return damage
 
 
-def rewrite_resident(path, name, change):
+def of_json(file, **change):
+    return lambda path: edit_json(path / file, **change)
+
+
+def of_template(text):
+    return lambda path: (path / "chat_template.jinja").write_text(text)
+
+
+def one_tensor_more(path):
+    mx.save_safetensors(str(path / "resident-2.safetensors"), {"model.extra": mx.zeros((1,))})
+
+
+def truncate_resident(path):
     (file,) = path.glob("resident*.safetensors")
-    tensors = mx.load(str(file))
-    mx.eval(tensors)
-    key = next(key for key in sorted(tensors) if key.endswith(name))
-    tensors[key] = change(tensors[key])
-    mx.save_safetensors(str(file), {key: value for key, value in tensors.items() if value is not None})
-
-
-@pytest.mark.parametrize(
-    "name, change, words",
-    [
-        ("o_proj.scales", lambda a: a * mx.array(float("nan"), a.dtype), "NaN or infinite"),
-        ("o_proj.scales", lambda a: a.astype(mx.int32), "int32"),
-        ("o_proj.scales", lambda a: None, "is missing"),
-        ("o_proj.weight", lambda a: a[:-1], "has shape"),
-        ("o_proj.weight", lambda a: a.astype(mx.int32), "uint32"),
-        ("input_layernorm.weight", lambda a: a[:-1], "has shape"),
-        ("input_layernorm.weight", lambda a: None, "is missing"),
-    ],
-)
-def test_damaged_resident_tensors(capfd, copy_dir, name, change, words):
-    rewrite_resident(copy_dir, name, change)
-    assert words in fails(capfd, "--model", copy_dir)
-
-
-def test_unknown_resident_tensor(capfd, copy_dir):
-    (file,) = copy_dir.glob("resident*.safetensors")
-    mx.save_safetensors(str(file.with_name("resident-2.safetensors")), {"model.extra": mx.zeros((1,))})
-    assert "model.extra" in fails(capfd, "--model", copy_dir)
-
-
-def test_truncated_resident_file(capfd, copy_dir):
-    (file,) = copy_dir.glob("resident*.safetensors")
     os.truncate(file, file.stat().st_size // 2)
-    assert "resident" in fails(capfd, "--model", copy_dir)
 
 
-@pytest.mark.parametrize(
-    "template, words",
-    [
-        ("{{ raise_exception('no system role') }}", "no system role"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "template"),
-        ("{% for %}", "template"),
-    ],
-)
-def test_template_that_raises_or_escapes(capfd, copy_dir, template, words):
-    (copy_dir / "chat_template.jinja").write_text(template)
+DAMAGES = [  # what happens to a model's directory, and words of the line that says so
+    (of_layer(lambda data: data[:-1]), "layer_01.bin"),
+    (of_layer(lambda data: data + bytes(1)), "layer_01.bin"),
+    (lambda path: (path / "packed_experts" / "layer_01.bin").unlink(), "layer_01.bin"),
+    (of_json("packed_experts/layout.json", num_experts=3), "num_experts is 3"),
+    (of_json("config.json", model_type="llama", text_config=None), "model_type 'llama'"),
+    (of_json("config.json", text_config={}), "is missing"),
+    (of_resident("o_proj.scales", lambda a: a * mx.array(float("nan"), a.dtype)), "NaN or infinite"),
+    (of_resident("o_proj.scales", lambda a: a.astype(mx.int32)), "int32"),
+    (of_resident("o_proj.scales", lambda a: None), "is missing"),
+    (of_resident("o_proj.weight", lambda a: a[:-1]), "has shape"),
+    (of_resident("o_proj.weight", lambda a: a.astype(mx.int32)), "uint32"),
+    (of_resident("input_layernorm.weight", lambda a: a[:-1]), "has shape"),
+    (of_resident("input_layernorm.weight", lambda a: None), "is missing"),
+    (one_tensor_more, "model.extra"),
+    (truncate_resident, "resident"),
+    (of_template("{{ raise_exception('no system role') }}"), "no system role"),
+    (of_template("{{ ''.__class__.__mro__[1].__subclasses__() }}"), "template"),
+    (of_template("{% for %}"), "template"),
+]
+
+
+@pytest.mark.parametrize("damage, words", DAMAGES)
+def test_a_damaged_model_is_one_line(capfd, copy_dir, damage, words):
+    damage(copy_dir)
     assert words in fails(capfd, "--model", copy_dir)
 
 
@@ -474,10 +463,6 @@ def test_a_text_ends_with_the_models_context(copy_dir, capfd):
     assert "generation: 5 tokens" in command(capfd, *base, "a" * 50, "-m", 5)[2]
     err = command(capfd, *base, "a" * 70, "-m", 3)[2]
     assert "the prompt has 70 tokens and the model was made for 60" in err and "generation: 3 tokens" in err
-
-
-def test_an_empty_place_for_prompts_is_none(capfd, model_dir):
-    assert "a path is empty" in fails(capfd, "--model", model_dir, "--prompt-cache-dir", "")
 
 
 def test_interrupt_ends_with_the_statistics(copy_dir, interruptible):
@@ -702,10 +687,6 @@ def test_help_is_in_groups():
     text = parser().format_help()
     for title in ("prompt:", "answer:", "model:", "memory and expert I/O:", "prompt cache:"):
         assert f"\n{title}\n" in text
-
-
-def test_no_tokens_are_refused_before_the_prompt_is_computed(capfd, model_dir):
-    fails(capfd, "--model", str(model_dir), "--prompt", "abc", "--max-tokens", "0")
 
 
 def test_bad_option_is_a_usage_error(capfd):

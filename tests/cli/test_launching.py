@@ -115,7 +115,7 @@ def test_a_signal_ends_both_and_an_interrupt_is_the_programs(model, programs, tm
 def test_a_program_that_does_not_end_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(companion, "END_SECONDS", 0.1)
     deaf = Companion(None)
-    monkeypatch.setattr(deaf, "stop_soon", lambda: None)
+    deaf.stop_soon = lambda: None
     script = f"trap '' TERM; touch {tmp_path}/deaf; while :; do sleep 0.05; done"
     deaf.begin(lambda folder: (["sh", "-c", script], os.environ))
     wait_for((tmp_path / "deaf").exists)

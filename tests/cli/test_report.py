@@ -325,7 +325,7 @@ def test_a_folder_that_is_given_is_taken_out_as_a_whole(monkeypatch, tmp_path):
         raise OSError(f"{place} is full")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(diagnosis.Facts, "table", lambda self, *given, **named: {"disk": self.disk})
+    reduce(monkeypatch, "disk")
     monkeypatch.setattr(diagnosis, "disk_rate", full)
     assert doctor.main(["--directory", "my own models", "--report", "sent.txt"]) == 0
     assert "not measured: PATH is full" in Path("sent.txt").read_text()

@@ -60,23 +60,19 @@ def test_a_long_prompt_says_how_long_it_will_take(clock, monkeypatch):
     assert out.getvalue().endswith("\r\033[K")
 
 
-def test_without_a_terminal_nothing_is_shown(clock, monkeypatch):
-    out = io.StringIO()
-    monkeypatch.setattr(terminal.sys, "stderr", out)
+def test_without_a_terminal_nothing_is_shown(clock, capsys):
     progress = terminal.ProgressLine("prompt")
     progress.update(1, 2)
     progress.close()
-    assert out.getvalue() == ""
+    assert capsys.readouterr().err == ""
 
 
-def test_without_a_terminal_long_work_writes_a_line_now_and_then(clock, monkeypatch):
-    out = io.StringIO()
-    monkeypatch.setattr(terminal.sys, "stderr", out)
+def test_without_a_terminal_long_work_writes_a_line_now_and_then(clock, capsys):
     with terminal.ProgressLine("reading", lines=True) as progress:
         for seconds in range(0, 61, 5):
             clock[0] = 100.0 + seconds
             progress.update(seconds, 80)
-    assert out.getvalue().splitlines() == [
+    assert capsys.readouterr().err.splitlines() == [
         "reading ...",
         "reading 30/80 tokens, 50 s left",
         "reading 60/80 tokens, 20 s left",

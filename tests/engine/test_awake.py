@@ -17,6 +17,8 @@ class Caffeinate:
     started, running = [], 0
 
     def __init__(self, command, close_fds):
+        if Caffeinate.is_missing:
+            raise FileNotFoundError("caffeinate")
         Caffeinate.started.append(command)
         Caffeinate.running += 1
 
@@ -34,7 +36,7 @@ class Caffeinate:
 def mac(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(awake.subprocess, "Popen", Caffeinate)
-    Caffeinate.started, Caffeinate.running = [], 0
+    Caffeinate.started, Caffeinate.running, Caffeinate.is_missing = [], 0, False
 
 
 def test_a_child_runs_as_long_as_something_is_computed(mac):
@@ -66,13 +68,10 @@ def test_a_chat_stays_awake_for_its_answers_alone(mac, monkeypatch):
 
 
 def test_a_machine_without_it_may_sleep(mac, monkeypatch):
-    def missing(*_, **__):
-        raise FileNotFoundError("caffeinate")
-
-    monkeypatch.setattr(awake.subprocess, "Popen", missing)
+    Caffeinate.is_missing = True
     with Awake():
         pass
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(awake.subprocess, "Popen", lambda *_, **__: 1 / 0)
+    Caffeinate.is_missing = False
     with Awake():
-        pass
+        assert not Caffeinate.started

@@ -135,13 +135,13 @@ def test_an_answer_that_failed_leaves_a_session_that_goes_on():
     assert [response.token for response in session.respond(PROMPTS[0] + said, max_tokens=3)] == wanted[3:]
 
 
-def test_a_text_ends_without_memory_for_states_of_its_own(monkeypatch):
+def test_a_text_ends_without_memory_for_states_of_its_own():
     decoding = decoding_of(tiny_model("qwen3_next"), [1, 2, 3])
     next_token(decoding)
 
     def fail():
         raise RuntimeError("cudaMalloc failed: out of memory")
 
-    monkeypatch.setattr(decoding.cache[0], "separate", fail)
+    decoding.cache[0].separate = fail
     decoding.close()
     decoding.close()  # nothing is left to take back

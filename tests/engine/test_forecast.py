@@ -61,9 +61,9 @@ def test_recorded_measurements_are_in_the_band(case):
 
 
 def test_each_part_of_a_token_takes_its_time():
-    work, rates = TokenWork(10, 20, 30, 4, 3), Rates(60.0, 17.0, 0.5, 2.0)
-    assert forecast(work, rates, 1.0, 1.0).middle == pytest.approx(1 / (1 + 4 * 0.5))
-    streamed = 1 + 1 * 0.5 + 3 * 2.0
+    work, rates = TokenWork(10, 20, 30, 4, 3), Rates(60.0, 17.0, 0.5, 2.0, 0.25)
+    assert forecast(work, rates, 1.0, 1.0).middle == pytest.approx(1 / (0.25 + 1 + 4 * 0.5))
+    streamed = 0.25 + 1 + 1 * 0.5 + 3 * 2.0
     assert forecast(work, rates, 0.5, 1.0).middle == pytest.approx(1 / streamed)
     assert forecast(work, rates, 0.5, 0.4).middle == pytest.approx(1 / (streamed + 0.6 * 20 / (0.85 * 17)))
 
@@ -88,7 +88,7 @@ def test_attention_takes_longer_where_it_computes():
     args, latent = ModelArgs.from_variant("qwen3-30b-a3b"), ModelArgs.from_variant("deepseek-v3.2")
     work = TokenWork.of(args, 10**9, 10**9, 8192, 4)
     assert work.attended == 48 * 32 * 8192 * 256 == 8 * work.state / 4
-    reads, computes = Rates(1e10, 1e9, 1e-9, 1e-9), Rates(1e10, 1e9, 1e-9, 1e-9, 1e10)
+    reads, computes = Rates(1e10, 1e9, 1e-9, 1e-9), Rates(1e10, 1e9, 1e-9, 1e-9, attention=1e10)
     assert forecast(work, reads, 1.0, 1.0).middle == pytest.approx(1 / (0.2 + work.state / 1e10), rel=1e-3)
     assert forecast(work, computes, 1.0, 1.0).middle == pytest.approx(1 / (0.2 + work.attended / 1e10), rel=1e-3)
     assert TokenWork.of(latent, 0, 0, 8192, 4).attended == 61 * 128 * 2048 * (2 * 512 + 64)

@@ -16,7 +16,7 @@ from driving import Stopped, absorb_into, events_of
 from grids import drawn, marks
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
-from test_decode import copied
+from test_decode import copied, use_compiled_steps
 from test_drafts import PROMPT, SOURCES, Told, choice, said_by, same, state, turns
 from test_interrupts import interrupted
 from tiny_heads import HEADED, headed_directory
@@ -269,9 +269,9 @@ def test_texts_logprobs_and_states_are_those_without_a_head(family, source):
 
 
 @pytest.fixture
-def compiled(monkeypatch, plain_operations):
+def compiled(monkeypatch):
     """Models that are mapped compute tokens by a compiled step, as on a GPU."""
-    monkeypatch.setattr(growing, "sees_capacity", lambda length: length == 1)
+    use_compiled_steps(monkeypatch)
     monkeypatch.setattr(mapped, "map_file", copied)
     monkeypatch.setattr(held, "kept", mx.array)
 

@@ -133,8 +133,9 @@ def test_under_ulimit_v_a_model_that_does_not_fit_is_one_line():
 def test_address_space_counts_where_it_is_less_than_memory(monkeypatch):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     monkeypatch.setattr(resource, "getrlimit", lambda which: (used + (4 << 30), resource.RLIM_INFINITY))
-    monkeypatch.setattr(machine, "usable_ram_bytes", lambda: 1 << 40)
+    ram = [1 << 40, 1 << 30]
+    monkeypatch.setattr(machine, "usable_ram_bytes", lambda: ram[0])
     figures = machine.machine_figures()
     assert 1 << 30 < figures.memory < 4 << 30 and figures.copies
-    monkeypatch.setattr(machine, "usable_ram_bytes", lambda: 1 << 30)
+    del ram[0]
     assert machine.machine_figures() == machine.Figures(1 << 30)

@@ -144,10 +144,9 @@ def test_a_failure_between_layers_does_no_harm(family, monkeypatch):
             raise OSError("unplugged")
         return call(self, *args)
 
-    monkeypatch.setattr(layer, "__call__", failing)
-    with pytest.raises(OSError, match="unplugged"):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="unplugged"):
+        patch.setattr(layer, "__call__", failing)
         list(session.respond([*session.tokens, 5, 6], max_tokens=6))
-    monkeypatch.setattr(layer, "__call__", call)
     assert {one.offset for one in session.cache} == {len(session.tokens)}
     check(session, [*text(), 7])
 

@@ -62,16 +62,18 @@ def test_values_by_chip(chip, gib, operations, words):
 
 def test_a_mac_s_chip_is_asked_of_the_system(monkeypatch):
     class Library:
+        code = 0
+
         def sysctlbyname(self, name, place, size, *_):
             assert name == b"machdep.cpu.brand_string" and size._obj.value == len(place)
             place.value = b"Apple M3 Pro"
-            return 0
+            return self.code
 
     assert settings.chip() is None or sys.platform == "darwin"
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
     assert settings.chip() == "Apple M3 Pro"
-    monkeypatch.setattr(Library, "sysctlbyname", lambda *given: -1)
+    Library.code = -1
     assert settings.chip() == ""
 
 

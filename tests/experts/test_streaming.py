@@ -19,7 +19,7 @@ from tiny_models import child_environment, on_cpu, tiny_directory, tiny_model, u
 
 from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.errors import DeviceError, ExpertIOError, ModelFileError
-from moeflux_mlx.experts import mapped, routed, waves
+from moeflux_mlx.experts import mapped, routed
 from moeflux_mlx.experts.lookahead import MEMORY, WARMUP, Trial
 from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.memory import staging_memory
@@ -66,11 +66,11 @@ def streamed(path, prefetch="lookahead", preadv=os.preadv, direct=True, workers=
 
 
 @pytest.fixture
-def small_waves(monkeypatch):
+def small_waves(wave_bytes):
     """Makes prompts use waves of two experts."""
     args = ModelArgs.from_file(tiny_directory("qwen3_moe"))
     packed = PackedExperts.open(tiny_directory("qwen3_moe"), args)
-    monkeypatch.setattr(waves, "WAVE_BYTES", 2 * packed.layout.record.stride)
+    wave_bytes(2 * packed.layout.record.stride)
 
 
 OPTIONS = {
@@ -112,6 +112,11 @@ def test_same_bits_without_native_kernels(kind, records, small_waves):
     model.experts.close()
 
 
+def lease_one_token(patch):
+    for module in ("routed", "routing"):
+        patch.setattr(f"moeflux_mlx.experts.{module}.LEASED_TOKENS", 1)
+
+
 @pytest.mark.parametrize("is_native", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "deepseek_v3"])
 def test_same_bits_where_a_steps_experts_are_asked_for_in_parts(family, is_native, monkeypatch):
@@ -120,8 +125,7 @@ def test_same_bits_where_a_steps_experts_are_asked_for_in_parts(family, is_nativ
         use_plain_operations(monkeypatch)
     tokens, reference = tokens_of(family)[:, :10], tiny_model(family, mx.float32)
     want = run(reference, tokens, 5)
-    for module in ("routed", "routing"):
-        monkeypatch.setattr(f"moeflux_mlx.experts.{module}.LEASED_TOKENS", 1)
+    lease_one_token(monkeypatch)
     model = streamed(tiny_directory(family), least_slots=TOP_K, cache_bytes=1)
     assert np.array_equal(run(model, tokens, 5), want)
     model.experts.close()
@@ -136,8 +140,7 @@ def test_a_steps_experts_are_asked_for_at_once_where_the_pool_has_room(copied, m
     if copied:
         use_plain_operations(monkeypatch)
     model = streamed(tiny_directory("qwen3_moe"), "off", least_slots=TOP_K, cache_bytes=1 << 20, copied=copied)
-    for module in ("routed", "routing"):
-        monkeypatch.setattr(f"moeflux_mlx.experts.{module}.LEASED_TOKENS", 1)
+    lease_one_token(monkeypatch)
     asked, request = [], model.experts.request
     model.experts.request = lambda layer, ids: asked.append(len(ids)) or request(layer, ids)
     model.step([SequenceRows(model.make_cache(), [token]) for token in range(12)])
@@ -160,7 +163,7 @@ def test_a_wrong_byte_changes_the_logits(tmp_path, small_waves):
 
 
 @pytest.mark.usefixtures("plain_operations")
-def test_memory_on_a_device_stays_within_the_pool_and_one_stack(small_waves, monkeypatch):
+def test_memory_on_a_device_stays_within_the_pool_and_one_stack(small_waves):
     """Records are copied as they arrive.
 
     The arrays alive at any time are those of the pool and one stack of a request.
@@ -176,7 +179,7 @@ def test_memory_on_a_device_stays_within_the_pool_and_one_stack(small_waves, mon
         assert len(blob) == len(keys) <= TOP_K
         return blob, rows
 
-    monkeypatch.setattr(pool, "locate", locate)
+    pool.locate = locate
     run(model, tokens_of("qwen3_moe"), 1)
     assert max(alive) <= 12 == model.experts.slots
     model.experts.close()

@@ -43,11 +43,16 @@ ALSO += ("mistral_large4", "inkling2", "k2_horizon", "axk2", "muse_spark", "lfm2
 ON_KERNELS += [pytest.param(one, marks=pytest.mark.full) for one in ALSO]
 
 
+def use_compiled_steps(patch):
+    """Models compute tokens by a compiled step of MLX's operations, as on a GPU."""
+    use_plain_operations(patch)
+    for caches in (entries, growing, ring):
+        patch.setattr(caches, "sees_capacity", lambda length: length == 1)
+
+
 def make_resident(monkeypatch, family, dtype=mx.float32, variant="mlx4"):
     """Returns a model as on a GPU: MLX operations, each layer's experts in one array, tokens by the compiled step."""
-    use_plain_operations(monkeypatch)
-    for caches in (entries, growing, ring):
-        monkeypatch.setattr(caches, "sees_capacity", lambda length: length == 1)
+    use_compiled_steps(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(mapped, "map_file", copied)
         return load_model(tiny_directory(family, variant), dtype=dtype, expert_io="mmap")

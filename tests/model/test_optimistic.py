@@ -107,16 +107,16 @@ def test_the_choice_of_a_layer_that_was_dropped_is_not_handed_on(monkeypatch, tm
     logits = []
     for ahead in (False, True):
         model = opened_in(tmp_path, 12, ahead, least_slots=TOP_K, in_buffers=in_buffers)
-        accepted = calls(monkeypatch, model.experts, "accept")
+        accepted = calls(model.experts, "accept")
         logits.append(run(model, tokens_of("glm_moe_dsa", config["index_topk"] + 8)))
         model.experts.close()
     assert {1, 2, 3} <= {*accepted} and np.array_equal(*logits)
 
 
-def calls(monkeypatch, source, name):
+def calls(source, name):
     """Returns a list of the layers for which a method of the source is called from now on."""
     layers, call = [], getattr(source, name)
-    monkeypatch.setattr(source, name, lambda layer, *given: layers.append(layer) or call(layer, *given))
+    setattr(source, name, lambda layer, *given: layers.append(layer) or call(layer, *given))
     return layers
 
 
@@ -125,7 +125,7 @@ def test_records_that_are_there_are_not_requested(monkeypatch, in_buffers):
     model = opened("qwen3_moe", in_buffers=in_buffers)
     run(model, tokens_of("qwen3_moe"))
     cache, layers = model.make_cache(), list(range(len(model.layers)))
-    requested, accepted = (calls(monkeypatch, model.experts, name) for name in ("request", "accept"))
+    requested, accepted = (calls(model.experts, name) for name in ("request", "accept"))
     mx.eval(model(mx.array([[1]]), cache))
     assert (requested, accepted) == (layers, [])  # a cache without a token has no graph
     run_one = [tokens_of("qwen3_moe")[0]]
@@ -136,7 +136,7 @@ def test_records_that_are_there_are_not_requested(monkeypatch, in_buffers):
     cache = model.make_cache()
     mx.eval(model(mx.array([[1]]), cache))
     requested.clear()
-    told = calls(monkeypatch, model.layers[0].mlp.experts, "accepted")
+    told = calls(model.layers[0].mlp.experts, "accepted")
     mx.eval(model(mx.array([run_one]), cache))
     assert (requested, accepted, told) == ([], layers, layers)
     model.experts.close()
@@ -193,7 +193,7 @@ def test_records_in_host_memory_are_read_there(monkeypatch):
     stats, pool = model.experts.stats, model.experts.pools[0]
     misses, (requested, accepted) = (
         stats.misses,
-        (calls(monkeypatch, model.experts, one) for one in ("request", "accept")),
+        (calls(model.experts, one) for one in ("request", "accept")),
     )
     assert misses == len({*pool.records(), *pool.staging.host.kept})
     stats.host_hits = 0
@@ -203,6 +203,11 @@ def test_records_in_host_memory_are_read_there(monkeypatch):
     model.experts.close()
 
 
+@pytest.mark.parametrize("groupings", optimistic.GROUPINGS.values(), ids=optimistic.GROUPINGS)
+def test_each_grouping_applies_at_some_share(groupings):
+    assert all(0 < how.share < 1 and 0 <= how.shorter < how.together and how.ahead > 0 for how in groupings)
+
+
 @BOTH
 def test_layers_wait_while_many_lack_experts(monkeypatch, in_buffers):
     queue_by(monkeypatch, Grouping(0.85, 2, 4, 2))
@@ -210,7 +215,7 @@ def test_layers_wait_while_many_lack_experts(monkeypatch, in_buffers):
     model = opened("qwen3_moe", 6, least_slots=TOP_K, in_buffers=in_buffers)
     for _ in range(3):
         run(model, tokens)
-    accepted = calls(monkeypatch, model.experts, "accept")
+    accepted = calls(model.experts, "accept")
     run(model, tokens)
     assert not accepted
     queue_by(monkeypatch, Grouping(0.0, 2, 4, 2))

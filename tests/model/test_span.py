@@ -193,7 +193,7 @@ def test_an_interruption_between_two_layers_is_undone(monkeypatch):
         start(*arrays)
         if len(calls) == 2 and len(arrays) == 1:
             monkeypatch.setattr(backend, "start", start)
-            monkeypatch.setattr(Span, "undo", lambda self, caches: None)
+            monkeypatch.setattr(Span, "undo", lambda self, first, caches: None)
             raise Stop
 
     monkeypatch.setattr(backend, "start", interrupted)

@@ -254,7 +254,7 @@ def check_attention(part, array):
 
 @msl.needed
 def test_values_that_a_kernel_norms_otherwise(monkeypatch):
-    msl.plant(monkeypatch, "attend_step.metal", "head_norm<V>(v + kv * V, eps[0], lane)", "1.0f")
+    msl.plant(monkeypatch, "attend_step.metal", "head_value<V, VNORM>", "head_value<V, 0>")
     with msl.launching(), pytest.raises(AssertionError):
         check_attention(CASES["values in a norm"], mx.array)
 

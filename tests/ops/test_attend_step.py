@@ -146,9 +146,58 @@ def test_a_token_matches_oracle(host, case, dtype):
     assert Layer(*CASES[case], dtype).error([130, 1, 1]) < factor * LIMITS[dtype]
 
 
+@pytest.fixture
+def way(request, host, monkeypatch):
+    """The harness runs the text that a launch on Metal has, or that on CUDA, with few pieces of several turns each."""
+    if getattr(request, "param", "matrix") == "matrix":
+        monkeypatch.setitem(attend.MATRIX, backend.name(), (64, 256))
+    attend.plan.cache_clear()
+    yield
+    attend.plan.cache_clear()
+
+
+@pytest.mark.parametrize("case, dtype, lengths", drawn(CASES, [mx.bfloat16, mx.float16], [[1], [31, 1], [300, 1, 1]]))
+def test_matrix_units_match_oracle(way, case, dtype, lengths):
+    assert Layer(*CASES[case], dtype).error(lengths) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize(
+    "shared, width, switches", [(5, 256, {}), (8, 64, {"window": 40, "sinks": True}), (16, 128, {"kv_bits": 8})]
+)
+def test_any_number_of_heads_shares_a_key_head(way, shared, width, switches):
+    layer = Layer(2 * shared, 2, width, False, Rotation(32, 1e4), switches, mx.bfloat16)
+    assert layer.error([150, 1, 1]) < LIMITS[mx.bfloat16]
+
+
+def test_weights_by_matrix_units_keep_their_precision(way):
+    """As sums of two numbers of 16 bits they are as good as float32 beside values of 16 bits."""
+    heads, width, length = 4, 64, 240  # fills all pieces
+    rng = np.random.default_rng(0)
+    q, k, v, keys, values = (
+        mx.array(rng.normal(size=shape), mx.bfloat16)
+        for shape in [(heads, width)] + 2 * [(1, width)] + 2 * [(250, width)]
+    )
+    types, limits = (mx.bfloat16, None, mx.bfloat16), (None, False, False, False, False, 0)
+    step, _ = attend.plan_row(backend.name(), (q.shape, k.shape, v.shape), types, 250, (0, False), limits, SEEING_ALL)
+    positions = mx.array([length, length, 250, 0], mx.int32)
+    recent = mx.zeros(2 * attend.RECENT * width, mx.bfloat16)
+    parts, _ = step(q, k, v, k, k, k, 0.0, 1.0, 0.3, positions, keys, values, recent, positions, positions)
+    k, v = (np.concatenate([wide(kept)[:length], wide(own)]) for kept, own in ((keys, k), (values, v)))
+    weights = np.exp(0.3 * wide(q) @ k.T)
+    *sums, largest, totals = np.moveaxis(wide(parts).astype(np.float64), -1, 0)
+    shares = np.exp(largest - largest.max(0))
+    got = (np.stack(sums, -1) * shares[..., None]).sum(0) / (shares * totals).sum(0)[:, None]
+    want = weights @ v / weights.sum(-1, keepdims=True)
+    assert np.abs(got - want).max() / np.abs(want).max() < 2e-5
+
+
+WAYS = pytest.mark.parametrize("way", ["plain", "matrix"], indirect=True)
+
+
 @pytest.mark.usefixtures("both_builds")
+@WAYS
 @pytest.mark.parametrize("case, count, before", drawn(CASES, [2, 3, 8], [[3], [130, 1, 1, 1], [40, *[1] * 29]]))
-def test_several_tokens_have_the_bits_of_each_alone(host, case, count, before):
+def test_several_tokens_have_the_bits_of_each_alone(way, case, count, before):
     """Their outputs, and what the cache holds afterwards. Once they do not fit in the array of the newest keys."""
     layer = Layer(*CASES[case], mx.bfloat16)
     heads, kv_heads, width, gates = layer.sizes
@@ -185,11 +234,12 @@ def test_a_planted_fault_between_tokens_is_caught(host, monkeypatch, file, old, 
 
 
 @msl.needed
+@pytest.mark.parametrize("way, dtype", [("plain", mx.float32), ("matrix", mx.bfloat16)], indirect=["way"])
 @pytest.mark.parametrize("before", [141, 142, 143])
 @pytest.mark.parametrize("count, ratio, has_own, lists", [(5, 4, False, 1), (35, 4, False, 1), (3, 8, True, 2)])
-def test_a_token_that_attends_to_chosen_blocks(host, before, count, ratio, has_own, lists):
+def test_a_token_that_attends_to_chosen_blocks(way, dtype, before, count, ratio, has_own, lists):
     """And to the positions behind the last whole block; its own may be among neither. Key heads share a list or not."""
-    layer = Layer(*CASES["one group"])
+    layer = Layer(*CASES["one group"], dtype)
     cache, whole = layer.cache(), (before + 1 - has_own) // ratio
     layer.feed(cache, before - 2)
     for _ in range(2):
@@ -199,7 +249,7 @@ def test_a_token_that_attends_to_chosen_blocks(host, before, count, ratio, has_o
     tail = range(whole * ratio, before + 1)
     places = [[*(one[:, None] * ratio + np.arange(ratio)).reshape(-1), *tail] for one in chosen]
     want = layer.want(places=places * (2 // lists))
-    assert np.abs(wide(got) - want).max() / np.abs(want).max() < LIMITS[mx.float32]
+    assert np.abs(wide(got) - want).max() / np.abs(want).max() < LIMITS[dtype]
     assert cache.offset == before + 1
 
 
@@ -234,11 +284,12 @@ def test_wherever_pieces_and_arrays_end(host, lengths):
 ENDS = [[1], [4, 1], [5, 1], [13, 1], [31, *[1] * 40], [2, 1, 9, 1, 300, 1, 1]]
 
 
+@pytest.mark.parametrize("way, dtype", [("plain", mx.float32), ("matrix", mx.float16)], indirect=["way"])
 @pytest.mark.parametrize("window, lengths, chunked", drawn([1, 5, 40, 128], ENDS, [False, True]))
-def test_wherever_a_window_or_a_chunk_and_its_ring_end(host, window, lengths, chunked):
+def test_wherever_a_window_or_a_chunk_and_its_ring_end(way, dtype, window, lengths, chunked):
     switches = {"window": window, "chunked": chunked, "sinks": True}
-    layer = Layer(2, 1, 32, False, Rotation(32, 1e4), switches)
-    assert layer.error(lengths) < LIMITS[mx.float32]
+    layer = Layer(2, 1, 32, False, Rotation(32, 1e4), switches, dtype)
+    assert layer.error(lengths) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("window, bits", [(5, None), (40, 8), pytest.param(40, None, marks=pytest.mark.full)])
@@ -274,10 +325,11 @@ def test_a_token_is_turned_by_its_rotary_position(host, shift):
 
 
 @pytest.mark.usefixtures("both_builds")
+@pytest.mark.parametrize("way, dtype", [("plain", mx.float32), ("matrix", mx.bfloat16)], indirect=["way"])
 @pytest.mark.parametrize("case", ["gates", "8 bits"])
-def test_bits_do_not_depend_on_where_keys_lie(host, case):
+def test_bits_do_not_depend_on_where_keys_lie(way, dtype, case):
     """The bits do not depend on the capacity either."""
-    layer, moved = Layer(*CASES[case]), Layer(*CASES[case])
+    layer, moved = (Layer(*CASES[case], dtype) for _ in range(2))
     one, other = layer.cache(), layer.cache()
     for length in (240, *[1] * 9):
         got, want = layer.feed(one, length), moved.feed(other, length)
@@ -359,18 +411,18 @@ def test_a_late_token_is_turned_as_many_are(host):
 FAULTS = {
     "weights of the query": ("attend_step", "is_key ? D : 0", "0"),
     "heads without gates": ("attend_step", "q + (head + h) * STRIDE", "q + (head + h) * D"),
-    "pairs of the other kind": ("attend_step", "INTERLEAVED ?", "!INTERLEAVED ?"),
+    "pairs of the other kind": ("kv_head.h", "INTERLEAVED ?", "!INTERLEAVED ?"),
     "turned backwards": ("rotate.h", "-(b * sine)", "b * sine"),
-    "no magnitude": ("attend_step", "float(magnitude[0]) * metal::fast::sin", "metal::fast::sin"),
+    "no magnitude": ("kv_head.h", "magnitude * metal::fast::sin", "metal::fast::sin"),
     "no epsilon": ("kv_head.h", "+ eps)", "+ 0 * eps)"),
     "another key head": ("attend_step", "kv = head / G", "kv = 0"),
     "the newest are old": ("attend_step", "p < begun ?", "p <= begun ?"),
     "values of the newest": ("attend_step", "values_later + (p - begun) * VD", "values_later + row * VD"),
     "its own position is left out": ("attend_step", "row == own ? last", "row == own ? NONE"),
-    "later positions": ("attend_step", "row < earlier && top", "row < P && top"),
+    "later positions": ("attend_step", "row < earlier ?", "row < P ?"),
     "a chunk that begins one later": ("seen.h", "offset - offset % WINDOW", "offset - offset % WINDOW + 1"),
     "a window too wide": ("seen.h", "offset + 1 - WINDOW : 0", "offset - WINDOW : 0"),
-    "a window too narrow": ("attend_step", "top + row >= low", "top + row > low"),
+    "a window too narrow": ("seen.h", "offset + 1 - WINDOW : 0", "offset + 2 - WINDOW : 0"),
     "a ring out of order": ("attend_step", "(kept + (WINDOW ? p % capacity : p)) * KD", "(kept + p % WINDOW) * KD"),
     "values out of order": (
         "attend_step",
@@ -379,14 +431,13 @@ FAULTS = {
     ),
     "no sinks": ("attend_combine", "total += metal::fast::exp(sink - largest)", "total += 0"),
     "sinks of the other sign": ("attend_combine", "exp(sink -", "exp(-sink -"),
-    "the first pieces": ("attend_combine", "first_seen<WINDOW, CHUNKED>", "first_seen<0, CHUNKED>"),
     "values as wide as keys": (
         "attend_step",
         "KV * RECENT * KD + kv * RECENT * VD",
         "KV * RECENT * KD + kv * RECENT * KD",
     ),
     "missing barrier": ("attend_step", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
-    "a piece too few": ("attend_combine", "/ P + 1", "/ P"),
+    "a piece too few": ("attend_combine", "(visible) + 1", "(visible)"),
     "the query for its gate": ("attend_combine", "(2 * head + 1) * D", "2 * head * D"),
     "one of its shares": ("attend_combine", "s < SHARES - 1", "s < SHARES - 3"),
     "half of the positions": ("attend_step", "share == 1", "share == 2"),
@@ -404,8 +455,8 @@ FAULTS = {
 SEEN_IN = {  # the case that shows the fault; the others are in "one group"
     "heads without gates": "gates",
     "no magnitude": "YaRN",
-    "the first pieces": "chunk",
     "a window too wide": "window",
+    "a window too narrow": "window",
     "a chunk that begins one later": "chunk",
     "no sinks": "sinks",
     "sinks of the other sign": "sinks",
@@ -430,3 +481,44 @@ def test_planted_fault_is_caught(host, monkeypatch, name):
     case = CASES[SEEN_IN.get(name, "one group")]
     with contextlib.suppress(msl.Failure):
         assert any(not Layer(*case).error(lengths) < LIMITS[mx.float32] for lengths in ([1], [70, 1, 1, 1]))
+
+
+UNITS_FAULTS = {  # in the text for matrix units, and the case that shows it
+    "missing barrier": ("attend_matrix", "threadgroup_barrier(mem_flags::mem_threadgroup);", "", "gates"),
+    "heads without gates": ("attend_matrix", "q + (head + h) * STRIDE", "q + (head + h) * D", "gates"),
+    "heads of another row": ("attend_matrix", "8 * third + 4 * (i % 2) + quad / 2", "8 * third + quad / 2", "gates"),
+    "sums of earlier scores": ("attend_matrix", "acc[i] *= factors[i % 2]", "acc[i] *= factors[0]", "one group"),
+    "total of earlier scores": ("attend_matrix", "total *= factor;", "", "gates"),
+    "its own position is left out": ("attend_matrix", "lane == SG ? share : 0.0f", "0.0f", "window"),
+    "later positions": ("attend_matrix", "position < stop ?", "position < stop + 1 ?", "gates"),
+    "one piece": ("attend_matrix", "top = part * length", "top = 0", "gates"),
+    "one key head": ("attend_matrix", "kv = head / G", "kv = 0", "8 bits"),
+    "the newest are old": ("kv_matrix.h", "p < place.begun ?", "p <= place.begun ?", "gates"),
+    "a ring out of order": ("kv_matrix.h", "p % place.capacity : p", "p % (place.capacity - 1) : p", "window"),
+    "neighbours of a row": ("kv_matrix.h", "r / 2 * 8 + r % 2", "r / 2 * 8", "gates"),
+    "columns of the first parts": (
+        "kv_matrix.h",
+        "const uint wanted = unit + 2 * ROWS * step",
+        "const uint wanted = unit",
+        "one group",
+    ),
+    "another zero": ("kv_matrix.h", "8388736.0f", "8388735.0f", "8 bits"),
+    "the first scale": ("kv_matrix.h", "[column / kv_group(WIDTH)]", "[0]", "8 bits, two groups, gates"),
+    "a part in another order": ("kv_matrix.h", "0x5410u", "0x1054u", "gates"),
+}
+
+
+@msl.needed
+@pytest.mark.parametrize("name", one_in_three(UNITS_FAULTS))
+def test_planted_fault_in_the_text_for_matrix_units_is_caught(way, monkeypatch, name):
+    file, old, new, case = UNITS_FAULTS[name]
+    msl.plant(monkeypatch, f"{file}.metal", old, new)
+    with contextlib.suppress(msl.Failure):
+        assert not Layer(*CASES[case], mx.float16).error([300, 1, 1]) < LIMITS[mx.float16]
+
+
+@msl.needed
+def test_weights_of_one_number_are_not_precise(way, monkeypatch):
+    msl.plant(monkeypatch, "attend_matrix.metal", "second - float(Y(second))", "0.0f")
+    with pytest.raises(AssertionError):
+        test_weights_by_matrix_units_keep_their_precision(None)

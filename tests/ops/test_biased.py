@@ -113,7 +113,7 @@ def test_a_token_without_a_text():
     [
         ("attend_step", "EXTENT && age < EXTENT", "EXTENT && age < EXTENT - 2"),
         ("attend_step", "(head + h) * EXTENT + age", "h * EXTENT + age"),
-        ("attend_step", "biases[(head + h) * EXTENT]) * scale[0] : 0.0f", "biases[(head + h) * EXTENT]) * 0 : 0.0f"),
+        ("attend_step", "biases[(head + h) * EXTENT]) : 0.0f", "biases[(head + h) * EXTENT]) * 0 : 0.0f"),
         ("biased_inputs", "sum * INVERSE", "sum"),
         ("biased_inputs", "is_state ? R_LIMIT : LIMIT", "LIMIT"),
         ("biased_inputs", "q_weight + (is_key ? 0 : at * D)", "q_weight"),

@@ -13,6 +13,7 @@ from moeflux_mlx.mixers.conv.cache import ConvCache
 from moeflux_mlx.mixers.conv.op import short_conv
 from moeflux_mlx.mixers.conv.spec import ShortConv
 from moeflux_mlx.ops import backend
+from moeflux_mlx.ops.backend import library_of
 from moeflux_mlx.ops.convolution import convolved
 from moeflux_mlx.ops.rows import StepRows
 
@@ -57,20 +58,26 @@ def test_calls_of_any_lengths_match_the_sum(make, seed, texts, lengths):
     assert error(make, *drawn(seed, texts, sum(lengths)), lengths) < TOLERANCE
 
 
+def with_gates_exchanged(*given, right=operation.split):
+    return [right(*given)[i] for i in (1, 0, 2)]
+
+
+FAULTS = {
+    "order of gates": (operation, "split", with_gates_exchanged),
+    "an activation": (operation, "float32", lambda x: x / (1 + library_of(x).exp(-x))),
+    "a state that is lost": (ConvCache, "absorb", lambda self, arrays, tokens: None),
+}
+
+
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("make", [np.array, mx.array])
-@pytest.mark.parametrize("fault", ["order of taps", "order of gates", "an activation", "a state that is lost"])
+@pytest.mark.parametrize("fault", ["order of taps", *FAULTS])
 def test_faults_would_be_seen(monkeypatch, make, fault):
     projected, weight = drawn(1, 1, 12)
-    if fault == "order of taps":
-        weight = weight[:, ::-1].copy()
-    elif fault == "order of gates":
-        right = operation.split
-        monkeypatch.setattr(operation, "split", lambda *given: [right(*given)[i] for i in (1, 0, 2)])
-    elif fault == "an activation":
-        monkeypatch.setattr(operation, "float32", lambda x: x / (1 + (np if make is np.array else mx).exp(-x)))
+    if fault in FAULTS:
+        monkeypatch.setattr(*FAULTS[fault])
     else:
-        monkeypatch.setattr(ConvCache, "absorb", lambda self, arrays, tokens: None)
+        weight = weight[:, ::-1].copy()
     cache, got = ConvCache(SIZES), []
     for piece in (projected[:, :9], projected[:, 9:10], projected[:, 10:]):
         got.append(np.array(short_conv(make(piece), cache, mx.array(weight), SIZES)))

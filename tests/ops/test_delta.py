@@ -161,8 +161,10 @@ def test_layer_on_kernels_equals_plain_operations(host, T, rule):
     sizes = Delta(2 if rule else 1, 2, 32, 16, 4, "silu" if T == 1 else "sigmoid", channel_decay=rule)
     qkv, z, b, a = (part[None] for part in step_inputs(rng, sizes, T=T))
     conv, recurrent, weights = step_state(rng, sizes)
-    states = [state_of(sizes, conv, recurrent) for _ in range(2)]
+    states = [state_of(sizes, conv, recurrent) for _ in range(3)]
     got = delta.delta(qkv, z, b, a, states[0], weights, sizes)[0]
+    joined = mx.concatenate((qkv, z, b, a), axis=-1)
+    assert np.array_equal(wide(got), wide(delta.delta(qkv, z, b, a, states[2], weights, sizes, joined)[0]))
     assert error(got, wide(delta._delta_ops(qkv, z, b, a, states[1], weights, sizes))[0]) < 1e-4
     assert error(states[0].recurrent, wide(states[1].recurrent)) < 1e-4
 
@@ -211,6 +213,22 @@ def test_several_tokens_in_one_launch_have_the_bits_of_each_alone(host, sizes, c
     for i, ((number, *own), others) in enumerate(zip(seen, alone, strict=True)):
         assert i == number and all(np.array_equal(wide(a), wide(b)) for a, b in zip(own, others, strict=True))
     assert states[1].offset == count
+
+
+@msl.needed
+@pytest.mark.parametrize(
+    "file, old, new",
+    [
+        ("conv_silu.metal", "float(x[uint(at) * AT_X", "float(x[uint(at) * C"),
+        ("delta_inputs.metal", "a[t * AT_A + h]", "a[t * NV + h]"),
+        ("delta_inputs.metal", "b[t * AT_B + h]", "b[t * NV + h]"),
+        ("gated_norm.metal", "* AT_Z", "* HEADS * D"),
+    ],
+)
+def test_a_planted_fault_between_joined_rows_is_caught(host, monkeypatch, file, old, new):
+    msl.plant(monkeypatch, file, old, new)
+    with pytest.raises(AssertionError):
+        test_layer_on_kernels_equals_plain_operations(None, MAX_TOKENS + 1, None)
 
 
 @msl.needed

@@ -184,7 +184,7 @@ FAULTS = {
     "another row of x": ("expert_rows.metal", "matrix_x_row(lane) + j %", "matrix_place(lane) + j %"),
     "the first expert's codes": ("expert_rows.metal", "uint(slots[expert])", "uint(slots[0])"),
     "columns beyond the last": ("matrix_rows.h.metal", "there ? matrix_w", "true ? matrix_w"),
-    "a token's last block": ("expert_rows.metal", "place < stop && own < ROWS", "place + 1 < stop && own < ROWS"),
+    "a token's last block": ("expert_rows.metal", "if (place < stop)", "if (place + 1 < stop)"),
 }
 OF_MATRIX = {
     "halves of a pair": ("matrix.h.metal", "uint(as_type<ushort>(X(first)))", "uint(as_type<ushort>(X(second)))"),

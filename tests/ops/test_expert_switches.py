@@ -18,6 +18,7 @@ from moeflux_mlx.ops import backend, elementwise, experts, forms, grouped, nativ
 from moeflux_mlx.ops.combine import combined
 from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.forms import Form
+from moeflux_mlx.ops.stand_ins import standing_in
 from moeflux_mlx.ops.tiles import MAX_TOKENS, using
 from moeflux_mlx.quant import Quant
 from moeflux_mlx.several import experts as several_experts
@@ -247,6 +248,14 @@ def test_activations_of_many_values(path, activation):
     gate[1, :], up[2, :] = np.nan, np.nan
     for got in (native.activate(gate, up, activation), elementwise.activate(mx.array(gate), mx.array(up), activation)):
         assert np.isnan(np.array(got)[1:]).all() and not np.isnan(np.array(got)[0]).any()
+
+
+def test_a_prompts_activation_has_the_values_of_its_operations():
+    rng = np.random.default_rng(4)
+    gate, up, scale = (mx.array(rng.normal(size=(MAX_TOKENS + 1, n)).astype(np.float32)) for n in (32, 32, 1))
+    with standing_in(backend="metal"):
+        made = elementwise.activate(gate, up, ACTIVATIONS[0], scale)
+    np.testing.assert_allclose(made, elementwise.activate(gate, up, ACTIVATIONS[0]) * scale, rtol=1e-5)
 
 
 @pytest.mark.parametrize("top_k, activation", [(17, ACTIVATIONS[0]), (22, ACTIVATIONS[4]), (32, ACTIVATIONS[2])])

@@ -14,11 +14,11 @@ from moeflux_mlx.formats.record import Record, rounded
 from moeflux_mlx.opening.random_weights import random_parts
 from moeflux_mlx.ops import experts, forms, linear, native
 from moeflux_mlx.ops.dequantize import dequantized_records
-from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.matrix import Part, dequantized, part_of_heads
+from moeflux_mlx.ops.records import Records
 from moeflux_mlx.ops.tiles import using
 from moeflux_mlx.packing.gguf_forms import grids, repacked
-from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, GGUF_MODES, Quant
+from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, GGUF_MODES, TABLE, Quant
 
 pytest.importorskip("gguf")
 import gguf_models  # noqa: E402  (needs gguf)
@@ -197,9 +197,14 @@ def check_dequantized(made):
 LIMIT = 4e-5  # float32: here codes of two bits are added to a constant of 128
 
 
+def limit_of(quant):
+    """Returns the limit of a form: that of the codes -1, 0 and 1 is higher, as they are smaller."""
+    return 4 * LIMIT if quant.mode in ("tq1_0", "tq2_0") else LIMIT
+
+
 @pytest.mark.parametrize("case, tokens", drawn(FEW + GGUF, [1, 3]))
 def test_kernel_reads_every_width(host, case, tokens):
-    check_products(*case, LIMIT, [tokens])
+    check_products(*case, limit_of(case[0]), [tokens])
 
 
 @grid([FEW[2], FEW[3], *SMALL_FLOATS[1:], *GGUF[::3]])
@@ -233,7 +238,7 @@ def test_a_shared_expert_has_separate_arrays(host, mode):
 @pytest.mark.full
 @grid(GRID)
 def test_kernel_reads_every_form(host, quant, kind):
-    check(quant, kind, LIMIT)
+    check(quant, kind, limit_of(quant))
 
 
 @pytest.mark.full
@@ -319,7 +324,7 @@ INTEGER_FAULTS = {
     "the sum of the other half": (Quant(2, 32), "planes.h.metal", "g == 0 ? low : high", "low"),
     "signs": (MXFP4, "planes.h.metal", "0x4444u", "0x4440u"),
     "the other half of a block": (MXFP4, "planes.h.metal", "columns / 32 % 2", "columns / 64 % 2"),
-    "the highest byte": (Quant(2, 64), "planes.h.metal", "int p = PLANES - 1; p", "int p = PLANES - 2; p"),
+    "the highest byte": (Quant(2, 64), "planes.h.metal", "PLANES - 1; p >= 0", "PLANES - 2; p >= 0"),
     "integers that overflow": (Quant(3, 64), "planes.h.metal", "4161000.0f", "4261000.0f"),
     "x of another slot": (
         Quant(2, 64),
@@ -336,11 +341,8 @@ INTEGER_FAULTS = {
 def test_a_planted_fault_in_integers_is_caught(integers, monkeypatch, name):
     quant, file, old, new = INTEGER_FAULTS[name]
     msl.plant(monkeypatch, file, old, new)
-    try:
-        caught = not Experts((quant,) * 3, "BF16" if quant.has_biases else "U8").error() < 1e-4
-    except msl.Failure:
-        caught = True
-    assert caught
+    with pytest.raises((AssertionError, msl.Failure)):
+        assert Experts((quant,) * 3, "BF16" if quant.has_biases else "U8").error() < 1e-4
 
 
 PAIR_FAULTS = {
@@ -396,7 +398,7 @@ FAULTS = {
     "a scale that crosses": (of("q4_k"), "nested.h.metal", "(first >> 2) & 48", "(first >> 2) & 16"),
     "the halves of a minimum": (of("q5_k"), "nested.h.metal", "(third >> 4) & 15", "third & 15"),
     "m for d": (of("q2_k"), "nested.h.metal", "-float(d.y)", "-float(d.x)"),
-    "the high bits of scales": (of("q3_k"), "nested.h.metal", "words[2] >> (2 * four)", "words[2]"),
+    "the high bits of scales": (of("q3_k"), "nested.h.metal", "(words + 2) >> (2 * four)", "(words + 2)"),
     "the second of two groups": (of("q3_k"), "affine.h.metal", "dot[g * R + r]", "dot[r]"),
     "a rest of the low code": (of("q3_k"), "affine.h.metal", "if (!APART) {", "if (true) {"),
     "the sign of a scale": (of("q6_k"), "nested.h.metal", " ^ 0x80808080u", ""),
@@ -524,3 +526,76 @@ def test_one_bit_is_unpacked_without_mlx_on_cuda(monkeypatch, group, dtype, back
 
 def test_a_form_without_a_kernel_is_recognised():
     assert not forms.is_read(Quant(4, 128), 192) and forms.is_read(Quant(3, 64), 192)
+
+
+# ---- what only the kernels for codes of tables do, GGUF's IQ types
+
+TABLES = [name for name, mode in GGUF_MODES.items() if mode.codes == TABLE]
+
+
+def experts_of(first, last):
+    return Experts((of(first), of(first), of(last)), "")
+
+
+@pytest.mark.parametrize("first, last", [("iq2_xxs", "iq4_xs"), ("iq4_nl", "iq3_xxs"), ("iq3_s", "iq2_s")])
+def test_codes_of_tables_times_integers(integers, first, last):
+    """With x in float32."""
+    assert experts_of(first, last).error() < 2e-6
+
+
+@pytest.mark.parametrize("mode", ["iq2_xxs", *one_in_three([mode for mode in TABLES if GGUF_MODES[mode].grid][3:])])
+def test_prepared_grids(integers, monkeypatch, mode):
+    """As on CUDA, where a threadgroup keeps a grid, with signs."""
+    msl.plant(monkeypatch, "tables.h.metal", "#define CODES_ZERO 0u", "#define CODES_ZERO 0u\n#define CODES_NEAR_GRIDS")
+    msl.plant(monkeypatch, "tables.h.metal", "*)room", "*)size_t(room)")  # CUDA does not tell memories apart
+    assert experts_of(mode, mode).error() < 2e-6
+    assert mode != "iq2_xxs" or shared_error(of(mode)) < 2e-6
+
+
+def test_codes_times_integers_of_narrow_x(integers):
+    made = experts_of("iq1_m", "iq2_xs")
+    x = mx.array(made.x).astype(mx.bfloat16)
+    made.x = np.array(x.astype(mx.float32))
+    act = experts.expert_gate_up(x, mx.array(made.slots), Records(mx.array(made.blob), made.record))
+    wanted = made.wanted(np.array(act.astype(mx.float32)))[0]
+    assert (np.abs(np.array(act.astype(mx.float32)) - wanted).max(-1) / np.abs(wanted).max(-1)).max() < 4e-3
+
+
+@pytest.mark.parametrize("mode", one_in_three(TABLES))
+def test_dequantised_values_of_tables_are_exact(host, mode):
+    made = experts_of(mode, mode)
+    records = Records(mx.array(made.blob), made.record)
+    gate_up, down = dequantized_records(records, mx.array([2, 0], mx.uint32), mx.float32)
+    for i, slot in enumerate((2, 0)):
+        gate, up, last = (matrix.values for matrix in made.matrices[slot])
+        assert np.array_equal(np.array(gate_up[i]), np.concatenate([gate, up])) and np.array_equal(down[i], last)
+
+
+@pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+@pytest.mark.parametrize("mode", TABLES)
+def test_native_products(mode):
+    """On the fastest path, which looks many codes up at once."""
+    assert experts_of(mode, mode).error(np.array) < 2e-6
+
+
+TABLE_FAULTS = {
+    "sign parity": ("iq3_xxs", "folded ^= folded >> 1;", ""),
+    "the other half of eight signs": ("iq2_s", "signs >> (8 * k + 4)", "signs >> (8 * k)"),
+    "the order of low halves": ("iq4_xs", "all.y >> (4 * unit)", "all.y >> (4 * (unit ^ 1u))"),
+    "high bits of scales": ("iq4_xs", "low | high << 4", "low | high << 3"),
+    "high bits of indices": ("iq3_s", "((high >> i) & 1u) << 8", "0u"),
+    "the index of a grid": ("iq2_xs", "(words[0] >> 16) & 511u", "(words[0] >> 16) & 255u"),
+    "the second scale": ("iq2_xs", "scale[1] = d", "scale[1] = scale[0]"),
+    "a shift by an eighth": ("iq1_s", "fields >> 15 ? 0x8888u", "fields >> 14 ? 0x8888u"),
+    "the digits of 32 columns before": ("tq1_0", "unit % 2 ? 9u : 1u", "1u"),
+    "codes of two bits": ("tq2_0", "0x03030303u", "0x01030303u"),
+    "halves of codes": ("iq4_nl", "(at + 4)) & 15u", "at) & 15u"),
+}
+
+
+@msl.needed
+@pytest.mark.parametrize("name", one_in_three(TABLE_FAULTS))
+def test_a_planted_fault_in_tables_is_caught(host, monkeypatch, name):
+    mode, old, new = TABLE_FAULTS[name]
+    msl.plant(monkeypatch, "tables.h.metal", old, new)
+    assert product_error(of(mode), "", 1, linear.qmv) > 10 * LIMIT

@@ -19,7 +19,6 @@ from metal import msl
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.kinds import Activation, Router
 from moeflux_mlx.ops import backend, combine, experts, native
-from moeflux_mlx.ops import linear as products
 from moeflux_mlx.ops import route as routes
 from moeflux_mlx.ops.elementwise import activate
 from moeflux_mlx.ops.experts import Records, Shared
@@ -49,7 +48,7 @@ def router(rng, rows, columns, bits, group):
     return Part(Quant(bits, group), *matrix.arrays("F32")), matrix.values
 
 
-ROUTERS = [(1, 33, 2048), (3, 8, 192)]  # T, O, H
+ROUTERS = [(1, 33, 2048), (3, 8, 192), (20, 9, 192)]  # T, O, H
 
 
 @pytest.mark.parametrize("sizes, form, dtype", drawn(ROUTERS, [(0, 64), (8, 64), (4, 32)], FLOATS))
@@ -361,23 +360,23 @@ def test_kernels_agree_with_separate_products_of_the_shared_expert(host, monkeyp
     assert error(layer.routed_and_shared(), wide(together)) < LIMITS[mx.float32]
 
 
-@pytest.mark.parametrize("least", [0, products.PAYS_FROM])
-def test_a_shared_expert_in_another_form_is_launched_separately(host, monkeypatch, least):
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_shared_expert_in_another_form_is_launched_separately(host, request, pays):
     """In two launches where they pay."""
-    monkeypatch.setattr(products, "PAYS_FROM", least)
+    if pays:
+        request.getfixturevalue("small_products")
     routed = Layer(5, 1, 3, 128, 64, mx.float32)
     for other in (Layer(5, 1, 3, 128, 64, mx.float32, scales=mx.float32), Layer(5, 1, 3, 128, 128, mx.float32)):
         assert not other.shared.joins(routed.records.record, 3)
         routed.own, routed.logits, routed.shared = other.own, other.logits, other.shared
-        if not least:
+        if pays:
             routed.shared = replace(other.shared, layer=fail)
         assert error(routed.routed_and_shared(), routed.want()) < 2 * LIMITS[mx.float32]
 
 
 @pytest.mark.usefixtures("both_builds")
 @pytest.mark.parametrize("form", ["silu", "silu then clip"])
-def test_rows_of_a_shared_expert_alone_have_their_own_bits(host, monkeypatch, form):
-    monkeypatch.setattr(products, "PAYS_FROM", 0)
+def test_rows_of_a_shared_expert_alone_have_their_own_bits(host, small_products, form):
     layer = Layer(6, 5, 3, 128, 192, mx.bfloat16)
     activation = Activation(form, None if form == "silu" else 0.25)
     shared = replace(layer.shared, layer=fail, activation=activation)
@@ -522,7 +521,7 @@ FAULTS = {
     "a simdgroup's squares are left out": ("router_codes.metal", "s < SG; s++", "s < SG - 1; s++"),
     "the weight of other columns": ("router_codes.metal", "norm + CHUNK * chunk", "norm"),
     "missing barrier": ("router_codes.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
-    "up before gate": ("expert_gate_up.metal", "(I, codes", "(0, codes"),
+    "up before gate": ("expert_gate_up.metal", "(I, own_codes", "(0, own_codes"),
     "the shared row of the first token": ("expert_down_combine.metal", "(token * (K + JOINED) + k)", "(token * K + k)"),
     "gate of the first token": ("expert_down_combine.metal", "gates[token * STRIDE + STRIDE", "gates[STRIDE"),
     "a choice later": ("topk.h.metal", "found = wanted == k", "found = wanted == k + 1"),
@@ -534,13 +533,9 @@ FAULTS = {
 @msl.needed
 @pytest.mark.parametrize("name", one_in_three(FAULTS))
 def test_planted_fault_is_caught(host, monkeypatch, name):
-    file, old, new = FAULTS[name]
-    msl.plant(monkeypatch, file, old, new)
-    try:
-        caught = not errors_of(np.random.default_rng(1)) < 1e-4  # this also catches NaN
-    except msl.Failure:
-        caught = True
-    assert caught
+    msl.plant(monkeypatch, *FAULTS[name])
+    with pytest.raises((AssertionError, msl.Failure)):
+        assert errors_of(np.random.default_rng(1)) < 1e-4  # this also catches NaN
 
 
 def errors_of(rng):

@@ -380,10 +380,39 @@ def path(request, team):
 any_path = pytest.mark.parametrize("path", PATHS[:1], indirect=True)
 
 
+def up_to(*most):
+    """Integers from 1 to these."""
+    return [st.integers(1, one) for one in most]
+
+
+sixty_fours = st.integers(1, 3).map(lambda n: 64 * n)
+PROPERTIES = {  # what each check takes
+    check_qmv4: [*up_to(9, 150, 7), seeds, st.booleans(), st.booleans()],
+    check_linear8: [*up_to(70, 150, 4), seeds, st.booleans()],
+    check_combine: [*up_to(9, 9, 9, 40), seeds, st.booleans()],
+    check_rope: [*up_to(5, 4, 40), st.integers(0, 20), st.booleans(), seeds],
+    check_dequantize: [*up_to(70, 7), seeds, st.booleans()],
+    check_experts: [*up_to(6, 4), sixty_fours, sixty_fours, *up_to(5), st.integers(0, 9), seeds, st.booleans()],
+    check_small: [*up_to(5, 4, 9), seeds],
+    check_attend: [
+        *(*up_to(3, 2, 11), st.integers(3, 70), st.integers(0, 3)),
+        *(st.sampled_from([16, 48, 64]), st.sampled_from([16, 80]), windows, seeds),
+    ],
+    check_attend_step: [
+        *(*up_to(3, 17), st.integers(0, 70), st.integers(0, 31)),
+        *(st.tuples(st.sampled_from([16, 80]), st.sampled_from([16, 48])), st.integers(0, 8), windows, seeds),
+    ],
+    check_choose: [*up_to(9), st.integers(10, 140), st.integers(0, 2), st.integers(0, 10), seeds],
+    check_around: [*up_to(9, 150, 7), seeds],
+    check_delta: [*up_to(4, 3, 3), st.sampled_from([16, 48]), *up_to(20), seeds],
+}
+
+
+@pytest.mark.parametrize("check", PROPERTIES, ids=lambda check: check.__name__)
 @few
-@given(st.integers(1, 9), st.integers(1, 150), st.integers(1, 7), seeds, st.booleans(), st.booleans())
-def test_qmv4(path, tokens, rows, groups, seed, wide_range, f32):
-    check_qmv4(tokens, rows, groups, seed, wide_range, f32)
+@given(data=st.data())
+def test_operations(path, check, data):
+    check(*data.draw(st.tuples(*PROPERTIES[check])))
 
 
 @pytest.mark.parametrize(
@@ -399,12 +428,6 @@ def test_qmv4(path, tokens, rows, groups, seed, wide_range, f32):
 def test_the_tolerance_sees_faults(path, fault):
     with pytest.raises(AssertionError):
         check_qmv4(2, 64, 6, 0, fault=fault)
-
-
-@few
-@given(st.integers(1, 70), st.integers(1, 150), st.integers(1, 4), seeds, st.booleans())
-def test_8_bit_and_dense(path, tokens, rows, groups, seed, f32):
-    check_linear8(tokens, rows, groups, seed, f32)
 
 
 @pytest.mark.parametrize("peak", [1.0, 1e30, -1e-25, 1e-30, 0.0])
@@ -446,24 +469,6 @@ def test_a_lone_row_with_nan(path):
     assert np.isnan(native.linear(x, EXPERTS, w, s, b)).all()
 
 
-@few
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 40), seeds, st.booleans())
-def test_combine(path, tokens, top_k, rows, width, seed, with_shared):
-    check_combine(tokens, top_k, rows, width, seed, with_shared)
-
-
-@few
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 40), st.integers(0, 20), st.booleans(), seeds)
-def test_rope(path, tokens, heads, half, rest, neighbours, seed):
-    check_rope(tokens, heads, half, rest, neighbours, seed)
-
-
-@few
-@given(st.integers(1, 70), st.integers(1, 7), seeds, st.booleans())
-def test_dequantize(path, rows, groups, seed, f32):
-    check_dequantize(rows, groups, seed, f32)
-
-
 @pytest.mark.parametrize("mode", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
 def test_nested_scales_of_each_group(path, mode):
     gguf_models = pytest.importorskip("gguf_models")  # without the package gguf
@@ -474,86 +479,9 @@ def test_nested_scales_of_each_group(path, mode):
     np.testing.assert_allclose(got, values, rtol=1e-6)
 
 
-@few
-@given(
-    st.integers(1, 6),
-    st.integers(1, 4),
-    st.integers(1, 3).map(lambda n: 64 * n),
-    st.integers(1, 3).map(lambda n: 64 * n),
-    st.integers(1, 5),
-    st.integers(0, 9),
-    seeds,
-    st.booleans(),
-)
-def test_experts(path, tokens, top_k, hidden, width, records, padding, seed, with_shared):
-    check_experts(tokens, top_k, hidden, width, records, padding, seed, with_shared)
-
-
-@few
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), seeds)
-def test_small_operations(path, tokens, rows, width, seed):
-    check_small(tokens, rows, width, seed)
-
-
-@few
-@given(
-    st.integers(1, 3),
-    st.integers(1, 2),
-    st.integers(1, 11),
-    st.integers(3, 70),
-    st.integers(0, 3),
-    st.sampled_from([16, 48, 64]),
-    st.sampled_from([16, 80]),
-    windows,
-    seeds,
-)
-def test_attend(path, tokens, kv_heads, group, length, spare, dk, dv, window, seed):
-    check_attend(tokens, kv_heads, group, length, spare, dk, dv, window, seed)
-
-
-@few
-@given(
-    st.integers(1, 3),
-    st.integers(1, 17),
-    st.integers(0, 70),
-    st.integers(0, 31),
-    st.tuples(st.sampled_from([16, 80]), st.sampled_from([16, 48])),
-    st.integers(0, 8),
-    windows,
-    seeds,
-)
-def test_attend_step(path, kv_heads, group, begun, used, widths, half, window, seed):
-    check_attend_step(kv_heads, group, begun, used, widths, half, window, seed)
-
-
-@few
-@given(st.integers(1, 9), st.integers(10, 140), st.integers(0, 2), st.integers(0, 10), seeds)
-def test_choose(path, tokens, experts, more, top_k, seed):
-    check_choose(tokens, experts, more, top_k, seed)
-
-
 def test_a_choice_among_nans_is_valid(path):
     ids, weights = native.choose(np.full((1, 20), np.nan, F), 20, 4, True)
     assert (ids == [0, 1, 2, 3]).all() and np.isnan(weights).all()
-
-
-@few
-@given(st.integers(1, 9), st.integers(1, 150), st.integers(1, 7), seeds)
-def test_a_product_between_norm_and_residual(path, tokens, rows, groups, seed):
-    check_around(tokens, rows, groups, seed)
-
-
-@few
-@given(
-    st.integers(1, 4),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.sampled_from([16, 48]),
-    st.integers(1, 20),
-    seeds,
-)
-def test_gated_delta(path, tokens, k_heads, group, dk, dv, seed):
-    check_delta(tokens, k_heads, group, dk, dv, seed)
 
 
 def test_silu_at_the_ends(path):

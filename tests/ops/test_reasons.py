@@ -96,6 +96,7 @@ def down(slots):
         (route.table_refusal("metal", Router(64, 33, "sigmoid", table=9)), "33 experts, more than 32"),
         (route.refusal("ops", RULE), NO_KERNELS),
         (logits("metal", MAX_TOKENS + 1, 256), f"more than {MAX_TOKENS} rows"),
+        (logits("cuda", route.MOST_ROWS["cuda"] + 1, 256), "more than 256 rows"),
         (logits("metal", 1, 96), "96 columns are not a multiple of 64"),
         (logits("metal", 1, 64, rows=4), "4 rows of 64 columns"),
         (gate_up("ops", RECORD), NO_KERNELS),
@@ -114,4 +115,4 @@ def test_an_accepted_shape_has_no_reason():
     assert linear.refusal("metal", 8, (512, 512), EXPERTS, 512 * 512) is None
     assert attend.refusal("cuda", True, 256, 128) is None and latent.refusal("metal", True, 512, 64) is None
     assert delta.refusal("cuda", 1, Delta(2, 2, 128, 128, 4)) is None and route.refusal("metal", RULE) is None
-    assert isinstance(gate_up("metal", RECORD), Launch) and isinstance(logits("cuda", 8, 256), Launch)
+    assert isinstance(gate_up("metal", RECORD), Launch) and isinstance(logits("cuda", 256, 256), Launch)

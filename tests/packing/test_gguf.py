@@ -9,7 +9,13 @@ import numpy as np
 import oracle
 import pytest
 from minmax import convert
-from tiny_models import on_cpu
+from test_gguf_families import (  # noqa: F401 (a fixture)
+    LEAST,
+    TOLERANCE,
+    cache,
+    logits_of_every_way,
+    logits_of_tokens,
+)
 
 from moeflux_mlx import plan as plan_command
 from moeflux_mlx.convert import main as convert_main
@@ -27,8 +33,6 @@ from moeflux_mlx.packing.gguf_tensors import as_tensor
 gguf = pytest.importorskip("gguf")
 import gguf_models  # noqa: E402  (needs gguf)
 
-TOLERANCE = 2e-4
-LEAST = {"expert_io": "pread", "expert_cache_bytes": 1}
 MIXED = {
     **{"ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q5_1", "ffn_down_exps": "Q8_0", "token_embd": "Q8_0"},
     **{"attn_output": "Q6_K", "output.": "Q5_0", "attn_q.": "IQ4_NL", "attn_k.": "MXFP4", "attn_v.": "F16"},
@@ -53,13 +57,6 @@ WIDE = {
         **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 256),
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with on_cpu():
-        yield tmp_path / "cache"
 
 
 def mixed(types, rest="Q4_1"):
@@ -112,29 +109,14 @@ def test_infinite_scales_are_refused(tmp_path):
 # ---- models
 
 
-def logits(model, tokens, chunk=None):
-    cache, pieces = model.make_cache(), range(chunk or len(tokens), len(tokens), chunk or len(tokens))
-    parts = [model(piece, cache) for piece in mx.split(mx.array(tokens)[None], list(pieces), axis=1)]
-    made = np.array(mx.concatenate(parts, axis=1)[0].astype(mx.float32))
-    return made
-
-
 @pytest.mark.parametrize("types", [MIXED, OTHERS])
 def test_logits_of_every_way_to_open_it(tmp_path, types):
     family, path = "qwen3_moe", tmp_path / "m.gguf"
     weights = gguf_models.write_gguf(path, family, mixed(types))
     tokens, _ = goldens.golden(family)
     wanted = oracle.forward(goldens.config(family), weights, tokens)
-    convert(path, tmp_path / "packed")
-    made = {}
-    for source, options in ((path, {"expert_io": "resident"}), (path, LEAST), (tmp_path / "packed", {})):
-        model = load_model(source, dtype=mx.float32, **options)
-        for chunk in (None, 7, 1):
-            made.setdefault(chunk, []).append(logits(model, tokens, chunk))
-            assert np.abs(made[chunk][-1] - wanted).max() < TOLERANCE, (source, options, chunk)
-        model.experts.close()
-    for chunk, every in made.items():
-        assert all(np.array_equal(one, every[0]) for one in every), chunk
+    for made in logits_of_every_way(path, tmp_path / "packed", tokens, None, 7, 1):
+        assert np.abs(made - wanted).max() < TOLERANCE
 
 
 def resized(monkeypatch, family, sizes):
@@ -154,18 +136,14 @@ def test_nested_scales_of_every_way_to_open_it(tmp_path, monkeypatch, family):
     config = resized(monkeypatch, family, WIDE[family])
     path = tmp_path / "m.gguf"
     weights = gguf_models.write_gguf(path, family, mixed(NESTED, "Q4_K"))
-    tokens, made = goldens.golden(family)[0], []
+    tokens = goldens.golden(family)[0]
     nested = {"text_config": config} if "text_config" in goldens.config(family) else config
     wanted = oracle.forward(nested, weights, tokens)
-    convert(path, tmp_path / "packed")
-    for source, options in ((path, {"expert_io": "resident"}), (path, LEAST), (tmp_path / "packed", {})):
-        model = load_model(source, dtype=mx.float32, **options)
-        made.append(logits(model, tokens))
-        assert np.abs(made[-1] - wanted).max() < TOLERANCE * max(1, np.abs(wanted).max())
-        forms = {module.quant.mode for _, module in model.named_modules() if getattr(module, "quant", None)}
-        assert {"q2_k", "q6_k"} <= forms
-        model.experts.close()
-    assert all(np.array_equal(one, made[0]) for one in made)
+    (made,) = logits_of_every_way(path, tmp_path / "packed", tokens)
+    assert np.abs(made - wanted).max() < TOLERANCE * max(1, np.abs(wanted).max())
+    for source in (path, tmp_path / "packed"):
+        modules = load_model(source, dtype=mx.float32, **LEAST).named_modules()
+        assert {"q2_k", "q6_k"} <= {module.quant.mode for _, module in modules if getattr(module, "quant", None)}
     stored = sum(tensor.nbytes for tensor in open_gguf(path).tensors.values() if "_exps" in tensor.name)
     packed = sum(file.stat().st_size for file in (tmp_path / "packed" / "packed_experts").glob("*.bin"))
     assert packed < 1.1 * stored
@@ -185,11 +163,8 @@ def test_widths_that_no_super_block_divides(tmp_path, monkeypatch, hidden, width
     path, tokens = tmp_path / "m.gguf", goldens.golden("qwen3_moe")[0]
     weights = gguf_models.write_gguf(path, "qwen3_moe", mixed(types, "Q8_0"))
     wanted = oracle.forward(config, weights, tokens)
-    convert(path, tmp_path / "packed")
-    for source, options in ((path, LEAST), (tmp_path / "packed", {})):
-        model = load_model(source, dtype=mx.float32, **options)
-        assert np.abs(logits(model, tokens) - wanted).max() < TOLERANCE, options
-        model.experts.close()
+    (made,) = logits_of_every_way(path, tmp_path / "packed", tokens)
+    assert np.abs(made - wanted).max() < TOLERANCE
 
 
 def test_floats_are_converted_like_those_of_a_checkpoint(tmp_path):
@@ -201,7 +176,7 @@ def test_floats_are_converted_like_those_of_a_checkpoint(tmp_path):
     for layer in (tmp_path / "theirs" / "packed_experts").glob("*.bin"):
         assert (tmp_path / "ours" / "packed_experts" / layer.name).read_bytes() == layer.read_bytes()
     tokens, wanted = goldens.golden(family)
-    assert np.abs(logits(load_model(tmp_path / "ours", dtype=mx.float32), tokens) - wanted).max() < TOLERANCE
+    assert np.abs(logits_of_tokens(tmp_path / "ours", tokens)[0] - wanted).max() < TOLERANCE
     with pytest.raises(NotPackedError, match=r"run: .* --hf-path \S+/m.gguf --mlx-path m-moeflux"):
         load_model(tmp_path / "m.gguf")
 
@@ -218,8 +193,7 @@ def test_a_split_model_in_a_directory(tmp_path):
     assert len(list(tmp_path.glob("m-*-of-*.gguf"))) > 2
     tokens, _ = goldens.golden(family)
     wanted = oracle.forward(goldens.config(family), weights, tokens)
-    model = load_model(tmp_path, dtype=mx.float32, **LEAST)
-    assert np.abs(logits(model, tokens) - wanted).max() < TOLERANCE
+    assert np.abs(logits_of_tokens(tmp_path, tokens, **LEAST)[0] - wanted).max() < TOLERANCE
 
 
 # ---- the tokenizer

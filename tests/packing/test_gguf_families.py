@@ -65,15 +65,30 @@ def logits(source, family, golden="hub", **options):
 
 def logits_of_chunks(source, family, chunks, golden="hub", **options):
     """Returns the logits of the golden's tokens for each of `chunks`, the number of tokens at a time; None: all."""
-    model, tokens, made = load_model(source, dtype=mx.float32, **options), goldens.golden(family, golden)[0], []
+    tokens, first = goldens.golden(family, golden)[0], goldens.first_position(family)
+    return logits_of_tokens(source, tokens, chunks, first, **options)
+
+
+def logits_of_tokens(source, tokens, chunks=(None,), first=0, **options):
+    model, made = load_model(source, dtype=mx.float32, **options), []
     for chunk in chunks:
         cache, pieces = model.make_cache(), range(chunk or len(tokens), len(tokens), chunk or len(tokens))
         for layer in cache:
-            layer.shift(goldens.first_position(family))
+            layer.shift(first)
         parts = [model(piece, cache) for piece in mx.split(mx.array(tokens)[None], list(pieces), axis=1)]
         made.append(np.array(mx.concatenate(parts, axis=1)[0].astype(mx.float32)))
     model.experts.close()
     return made
+
+
+def logits_of_every_way(path, packed, tokens, *chunks):
+    """Converts a file, and returns the logits for each of `chunks` (none: all tokens at once), which have the same bits
+    in every way to open it."""
+    convert(path, packed)
+    ways = (path, {"expert_io": "resident"}), (path, LEAST), (packed, {})
+    first, *others = (logits_of_tokens(source, tokens, chunks or (None,), **options) for source, options in ways)
+    assert all(np.array_equal(*pair) for other in others for pair in zip(first, other, strict=True))
+    return first
 
 
 def hub_checkpoint(path, family):

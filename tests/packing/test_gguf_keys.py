@@ -11,8 +11,7 @@ import goldens
 import numpy as np
 import pytest
 from grids import drawn, marks
-from test_gguf_families import LEAST, logits, type_of
-from tiny_models import on_cpu
+from test_gguf_families import LEAST, cache, logits, type_of  # noqa: F401 (a fixture)
 
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.families.gguf import Metadata, renamed_tensor
@@ -41,13 +40,6 @@ UNSCALED = ("llama4", "gemma4", "step35", "glm5-next", "kimi-linear", "kimi-k3",
 OF_YARN = {f"rope.scaling.{key}" for key in SCALING}
 ABSENT = (3, 0.5, True, False, "x", [3], [0.5], [True] * 99)  # values of a key that the file does not have
 ROTATING = ("rope.", "attention.sliding_window", "attention.scale", "softcapping", "_scale", "weights_norm", "epsilon")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with on_cpu():
-        yield
 
 
 def all_keys():

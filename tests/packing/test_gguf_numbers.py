@@ -8,8 +8,7 @@ import gguf_models
 import mlx.core as mx
 import pytest
 from grids import drawn
-from test_gguf_families import LEAST, type_of
-from tiny_models import on_cpu
+from test_gguf_families import LEAST, cache, type_of  # noqa: F401 (a fixture)
 
 from moeflux_mlx.errors import MoefluxError
 from moeflux_mlx.formats.gguf_file import open_gguf
@@ -21,13 +20,6 @@ UINT32 = 4  # the type of an integer in a header
 VALUES = (0, 1, 3, 64, 2**31 - 1, 2**32 - 1)
 FEW = 64  # numbers up to it cannot ask for much memory
 BOUND = 1 << 26  # far more than a tiny model and its cache take, far less than what these numbers ask for
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with on_cpu():
-        yield
 
 
 def integer_places(path, architecture):

@@ -6,8 +6,7 @@ import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
-from minmax import convert
-from tiny_models import on_cpu
+from test_gguf_families import TOLERANCE, cache, logits_of_every_way  # noqa: F401 (a fixture)
 
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.opening.engine import load_model
@@ -19,15 +18,8 @@ from moeflux_mlx.packing.in_place import open_in_place
 pytest.importorskip("gguf")
 import gguf_models  # noqa: E402  (needs gguf)
 
-FAMILY, TOLERANCE = "qwen3_moe", 2e-4
+FAMILY = "qwen3_moe"
 TYPES = {"attn_v.": "Q8_0", "ffn_up_exps": "Q5_1", "blk.1.ffn_up_exps": "NVFP4", "blk.2.ffn_gate_exps": "Q4_1"}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with on_cpu():
-        yield
 
 
 def type_of(name):
@@ -64,26 +56,15 @@ def factors():
     return stored, of_weights
 
 
-def logits(source, tokens, **options):
-    model = load_model(source, dtype=mx.float32, **options)
-    made = np.array(model(mx.array(tokens)[None], model.make_cache())[0].astype(mx.float32))
-    model.experts.close()
-    return made
-
-
 def test_scales_of_matrices(tmp_path):
-    path, packed = tmp_path / "m.gguf", tmp_path / "packed"
-    stored, of_weights = factors()
+    path, (stored, of_weights) = tmp_path / "m.gguf", factors()
     weights = gguf_models.write_gguf(path, FAMILY, type_of, extra=stored)
     assert of_weights.keys() <= weights.keys()
     scaled = {name: values * of_weights.get(name, 1) for name, values in weights.items()}
     tokens = goldens.golden(FAMILY)[0][:12]
     wanted, without = (oracle.forward(goldens.config(FAMILY), one, tokens) for one in (scaled, weights))
-    convert(path, packed)
-    ways = (path, {"expert_io": "resident"}), (path, {"expert_io": "pread", "expert_cache_bytes": 1}), (packed, {})
-    made = [logits(source, tokens, **options) for source, options in ways]
-    assert np.abs(made[0] - wanted).max() < TOLERANCE < np.abs(without - wanted).max()
-    assert all(np.array_equal(one, made[0]) for one in made)
+    (made,) = logits_of_every_way(path, tmp_path / "packed", tokens)
+    assert np.abs(made - wanted).max() < TOLERANCE < np.abs(without - wanted).max()
 
 
 def test_the_forms_keep_their_bits(tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import oracle
 import pytest
 from minmax import convert
+from test_gguf_families import TOLERANCE, cache, logits_of_every_way  # noqa: F401 (a fixture)
 
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.formats.packed import open_packed
@@ -18,8 +19,6 @@ from moeflux_mlx.spec import ModelArgs
 
 gguf = pytest.importorskip("gguf")
 import gguf_models  # noqa: E402  (needs gguf)
-
-pytestmark = pytest.mark.usefixtures("cpu_device")
 
 
 def values(kind, rows):
@@ -76,9 +75,8 @@ TYPES = {
 
 
 @pytest.fixture
-def family(tmp_path, monkeypatch):
+def family(monkeypatch):
     """A model whose matrices have rows of 256 columns."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = goldens.config("qwen3_moe") | {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8}
     monkeypatch.setattr(goldens, "config", lambda family: dict(config))
     goldens.hub_tensors.cache_clear()
@@ -90,24 +88,15 @@ def type_of(name):
     return next((kind for part, kind in TYPES.items() if part in name), "Q8_0")
 
 
-def logits(model, tokens):
-    made = np.array(model(mx.array(tokens)[None], model.make_cache())[0].astype(mx.float32))
-    model.experts.close()
-    return made
-
-
 def test_a_model_in_place_and_converted(tmp_path, family):
     """Every way to open it has the same bits."""
     path, packed = tmp_path / "m.gguf", tmp_path / "packed"
     weights = gguf_models.write_gguf(path, family, type_of)
     tokens, _ = goldens.golden(family)
     wanted = oracle.forward(goldens.config(family), weights, tokens[:12])
-    convert(path, packed)
+    (made,) = logits_of_every_way(path, packed, tokens[:12])
     assert "Permission is hereby granted" in (packed / "LICENSE-GGUF.txt").read_text()
-    ways = (path, {"expert_io": "resident"}), (path, {"expert_io": "pread", "expert_cache_bytes": 1}), (packed, {})
-    made = [logits(load_model(source, dtype=mx.float32, **options), tokens[:12]) for source, options in ways]
-    assert np.abs(made[0] - wanted).max() < 2e-4
-    assert all(np.array_equal(one, made[0]) for one in made)
+    assert np.abs(made - wanted).max() < TOLERANCE
 
 
 def test_tables_that_differ_are_refused(tmp_path, family):

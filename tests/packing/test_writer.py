@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections import namedtuple
 from pathlib import Path
 
 import forked
@@ -239,19 +238,15 @@ def test_places_that_cannot_be_written(tmp_path, source):
 # ---- disk ----
 
 
-Usage = namedtuple("Usage", "total used free")
-
-
-def test_disk_space_is_checked_first(tmp_path, monkeypatch, source, whole):
+def test_disk_space_is_checked_first(tmp_path, free_disk, source, whole):
     needed = sum(len(tree(whole)[name]) for name in LARGE)
-    free = [needed - 1]
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, free[0]))
+    free_disk(needed - 1)
     with pytest.raises(ModelFileError, match=rf"needs {needed} more bytes .* and {needed - 1} .* are free"):
         convert(source, tmp_path / "a" / "out")
     assert not (tmp_path / "a").exists()
-    free[0] = needed
+    free_disk(needed)
     convert(source, tmp_path / "a" / "out")
-    free[0] = 0
+    free_disk(0)
     assert len(convert(source, tmp_path / "a" / "out").kept) == 4  # a finished one needs none
 
 

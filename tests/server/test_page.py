@@ -222,8 +222,7 @@ class Page:
     def load(self, features):
         """Loads the page anew from a server whose model has these features."""
         self.server.features = features
-        self.browser.refresh()
-        self.until(self.knows_model)
+        self.reload(self.knows_model)
 
     def knows_model(self):
         """Returns whether the server has told the model, which the page does not name before it has asked."""
@@ -236,9 +235,21 @@ class Page:
 
     def send(self, message):
         """Sends the message and waits for the end of the answer."""
+        self.ask(message)
+        self.ended()
+
+    def ask(self, message):
         self.write(message)
         self.press("\ue007")
+
+    def stop(self):
+        self.click("#send")
         self.ended()
+
+    def reload(self, condition):
+        """Loads the page anew, and waits."""
+        self.browser.refresh()
+        self.until(condition)
 
     def paste_image(self):
         self.browser.execute_script(GIVEN, "paste", 30, 20)
@@ -344,8 +355,7 @@ def test_images_are_pasted_dropped_and_chosen_and_sent_before_the_text(open_page
     assert sizes[1] == image_goldens.image("qwen3_vl_moe", 0).shape[1::-1]
     assert abs(sizes[0][0] * sizes[0][1] / (1 << 20) - 1) < 0.01, "made smaller"
     assert page.count(".user .pictures img") == 2 and not page.shown("pictures")
-    page.browser.refresh()
-    page.until(lambda: page.count(".user .pictures img") == 2)
+    page.reload(lambda: page.count(".user .pictures img") == 2)
 
 
 def test_an_image_that_the_server_refuses_can_be_removed(open_page):
@@ -363,8 +373,7 @@ def test_an_image_that_the_server_refuses_can_be_removed(open_page):
     page.click("[aria-label='Remove image 1']")
     page.click(".fault button")
     page.until(lambda: page.see(".assistant .md") == "Answer 1 to what is it?")
-    page.browser.refresh()
-    page.until(lambda: page.count(".said") == 1)
+    page.reload(lambda: page.count(".said") == 1)
     assert page.count(".user img") == 0
 
 
@@ -380,8 +389,7 @@ def test_where_an_image_was_all_of_a_message_it_stays_until_a_text_is_sent(open_
     page.remove_the_only_image()
     page.click(".rewrite .quiet")
     assert page.count(".user img") == 1
-    page.browser.refresh()
-    page.until(lambda: page.count(".user img") == 1)
+    page.reload(lambda: page.count(".user img") == 1)
     page.regenerate()
     assert page.server.requests[0]["messages"] == page.server.requests[1]["messages"] != []
 
@@ -408,11 +416,9 @@ def size_of(url):
 
 
 def test_stopping_ends_the_request_and_keeps_what_came(open_page):
-    open_page.write("slow")
-    open_page.press("\ue007")
+    open_page.ask("slow")
     open_page.until(lambda: "word5" in open_page.see(".md"))
-    open_page.click("#send")
-    open_page.ended()
+    open_page.stop()
     assert open_page.server.left.wait(5), "the server still writes to nobody"
     assert open_page.see(".note") == "Stopped." and "word5" in open_page.see(".md")
     words = open_page.see(".md").count("word")
@@ -422,14 +428,11 @@ def test_stopping_ends_the_request_and_keeps_what_came(open_page):
 
 
 def test_a_stopped_answer_goes_on(open_page):
-    open_page.write("slow")
-    open_page.press("\ue007")
+    open_page.ask("slow")
     open_page.until(lambda: "word5" in open_page.see(".md"))
-    open_page.click("#send")
-    open_page.ended()
+    open_page.stop()
     begun = open_page.see(".md")
-    open_page.browser.refresh()
-    open_page.until(lambda: open_page.see(".ended button") == "Continue")
+    open_page.reload(lambda: open_page.see(".ended button") == "Continue")
     open_page.click(".ended button")
     open_page.until(lambda: open_page.see(".md").endswith("and the rest"))
     open_page.ended()
@@ -443,11 +446,9 @@ def test_a_stopped_answer_goes_on(open_page):
 
 def test_reasoning_that_was_stopped_goes_on(open_page):
     GO_ON.clear()
-    open_page.write("ponder")
-    open_page.press("\ue007")
+    open_page.ask("ponder")
     open_page.until(lambda: "Let me see." in open_page.see(".thought .text"))
-    open_page.click("#send")
-    open_page.ended()
+    open_page.stop()
     GO_ON.set()
     open_page.click(".ended button")
     open_page.until(lambda: open_page.see(".md") == " and the rest")
@@ -458,13 +459,11 @@ def test_reasoning_that_was_stopped_goes_on(open_page):
 def test_several_conversations_answer_at_once(open_page):
     GO_ON.clear()
     open_page.send("First")
-    open_page.write("lasting")
-    open_page.press("\ue007")
+    open_page.ask("lasting")
     open_page.until(lambda: open_page.count(".waiting"))
     open_page.click("#new")
     assert open_page.count(".said") == 0 and open_page.count(".chat .open i") == 1
-    open_page.write("lasting")
-    open_page.press("\ue007")
+    open_page.ask("lasting")
     open_page.until(lambda: open_page.count(".chat .open i") == 2)
     names = {request["prompt_cache_key"] for request in open_page.server.requests}
     assert len(open_page.server.requests) == 3 and len(names) == 2
@@ -480,8 +479,7 @@ def test_a_stopped_conversation_leaves_the_others(open_page):
     GO_ON.clear()
     for _ in range(2):
         open_page.click("#new")
-        open_page.write("lasting")
-        open_page.press("\ue007")
+        open_page.ask("lasting")
         open_page.until(lambda: open_page.count(".waiting"))
     open_page.click("#send")
     open_page.until(lambda: open_page.see(".note") == "Stopped.")
@@ -558,15 +556,13 @@ def test_every_running_request_has_a_lane(open_page):
 
 def test_one_of_several_models_is_chosen(open_page):
     open_page.server.models = ["tiny-moe", "org/other"]
-    open_page.browser.refresh()
-    open_page.until(lambda: open_page.see("#models option") == "tiny-moe|org/other")
+    open_page.reload(lambda: open_page.see("#models option") == "tiny-moe|org/other")
     choose = "(models => { models.value = 'org/other'; models.dispatchEvent(new Event('change')); })"
     open_page.run(f"{choose}(document.getElementById('models'))")  # at once: the list may be drawn anew in between
     open_page.until(lambda: open_page.see("#model").startswith("other"))
     open_page.send("Hello")
     assert open_page.server.requests[-1]["model"] == "org/other"
-    open_page.browser.refresh()
-    open_page.until(lambda: open_page.see("#model").startswith("other"))
+    open_page.reload(lambda: open_page.see("#model").startswith("other"))
 
 
 def test_regenerating_keeps_both_answers_and_what_followed_them(open_page, keys):
@@ -583,8 +579,7 @@ def test_regenerating_keeps_both_answers_and_what_followed_them(open_page, keys)
     assert page.run("[...document.querySelectorAll('.versions button')].map(b => b.disabled)") == [False, True]
     page.click("[aria-label='Previous answer']")
     assert shown() == f"{first}|Answer 3 to More" and page.see(".versions") == "1/2"
-    page.browser.refresh()
-    page.until(lambda: shown() == f"{first}|Answer 3 to More")
+    page.reload(lambda: shown() == f"{first}|Answer 3 to More")
     page.send("Hello")
     assert [message["content"] for message in page.server.requests[-1]["messages"][1::2]] == shown().split("|")[:2]
     page.run("document.querySelector('[aria-label=\"Next answer\"]').focus()")
@@ -664,8 +659,7 @@ def test_editing_replaces_what_follows_and_can_be_undone(open_page):
 def test_history_outlasts_a_reload_and_can_be_deleted(open_page):
     open_page.send("Remember this")
     open_page.write("a draft")
-    open_page.browser.refresh()
-    open_page.until(lambda: open_page.see(".said") == "Remember this")
+    open_page.reload(lambda: open_page.see(".said") == "Remember this")
     assert open_page.see(".assistant .md") == "Answer 1 to Remember this"
     assert open_page.run("document.getElementById('prompt').value") == "a draft"
     open_page.click("#new")
@@ -699,8 +693,7 @@ def test_titles_and_texts_of_conversations_are_searched(open_page):
     for message in ("Geese", "rich", "Cats"):
         page.click("#new")
         page.send(message)
-    page.browser.refresh()
-    page.until(lambda: titles() == "Cats|rich|Geese")
+    page.reload(lambda: titles() == "Cats|rich|Geese")
     page.click("#find")
     page.press("INNER")
     assert page.count("#list .open") == 1 and titles().startswith("rich")
@@ -711,15 +704,13 @@ def test_titles_and_texts_of_conversations_are_searched(open_page):
     assert page.count("#list .open") == 1
     page.click("#list .open")
     assert page.see(".said") == "Geese"
-    page.write("slow")
-    page.press("\ue007")
+    page.ask("slow")
     page.write("nobody said this", "find")
     assert page.see("#list") == "Nothing found."
     page.press("\ue00c")
     page.until(lambda: page.count("#list .open") == 3)
     assert page.run("document.getElementById('send').ariaLabel") == "Stop", "Escape only ends the search"
-    page.click("#send")
-    page.ended()
+    page.stop()
 
 
 def test_answers_that_are_not_shown_are_searched_and_shown_if_chosen(open_page):
@@ -740,8 +731,7 @@ def test_answers_that_are_not_shown_are_searched_and_shown_if_chosen(open_page):
         assert page.see("#list small b") == sought
         page.click("#list .open")
         assert shown() == wanted and page.see(".versions") == versions
-    page.browser.refresh()
-    page.until(lambda: shown() == first)
+    page.reload(lambda: shown() == first)
 
 
 def test_a_search_does_not_exchange_answers_while_one_is_being_written(open_page):
@@ -753,8 +743,7 @@ def test_a_search_does_not_exchange_answers_while_one_is_being_written(open_page
     page.regenerate()
     second = page.see(".md")
     GO_ON.clear()
-    page.write("lasting")
-    page.press("\ue007")
+    page.ask("lasting")
     page.until(lambda: page.count(".waiting"))
     page.write(first, "find")
     page.click("#list .open")
@@ -775,8 +764,7 @@ def test_what_is_exported_can_be_imported_and_holds_no_key(open_page):
     open_page.until(lambda: open_page.see(".toast") == "0 conversations imported; 1 of the file is here already")
     assert open_page.count("#list .open") == 1
     open_page.run("localStorage.clear()")
-    open_page.browser.refresh()
-    open_page.until(lambda: open_page.count("#list .none"))
+    open_page.reload(lambda: open_page.count("#list .none"))
     field = open_page.browser.find_element("id", "file")
     field.send_keys(str(file))
     open_page.until(lambda: open_page.see(".chat .open") == "Keep me")
@@ -819,11 +807,9 @@ def test_a_server_that_is_gone_is_reported(open_page):
 def test_a_key_is_requested_before_anything_is_sent(open_page):
     open_page.failures = ("401 (Unauthorized)",)
     open_page.server.key = "s3cret"
-    open_page.browser.refresh()
-    open_page.until(lambda: open_page.shown("lock"))
+    open_page.reload(lambda: open_page.shown("lock"))
     assert open_page.see("#lock-text") == "This server asks for an API key."
-    open_page.write("Hello")
-    open_page.press("\ue007")
+    open_page.ask("Hello")
     assert open_page.count(".message") == 0 and open_page.run("document.activeElement.id") == "lock-key"
     open_page.press("wrong", "\ue007")
     open_page.until(lambda: open_page.see("#lock-text") == "The server does not accept this API key.")
@@ -935,8 +921,7 @@ def test_the_context_is_that_of_a_server_that_was_restarted(open_page):
     open_page.click("#close-engine")
     open_page.until(lambda: open_page.server.listeners == 0)
     restart(16384)
-    open_page.browser.refresh()
-    open_page.until(lambda: "16,384 tokens of context" in open_page.see("#model"))
+    open_page.reload(lambda: "16,384 tokens of context" in open_page.see("#model"))
     restart(4096)
     open_page.click("#open-engine")
     open_page.until(lambda: "4,096 tokens of context" in open_page.see("#model"))
@@ -981,8 +966,7 @@ def test_a_call_that_the_user_passes_over_has_a_result(open_page):
 
 
 def test_progress_of_the_prompt_is_shown(open_page):
-    open_page.write("prompt")
-    open_page.press("\ue007")
+    open_page.ask("prompt")
     open_page.until(lambda: "Reading the prompt, 1,024 of 4,096 tokens" in open_page.see(".waiting"))
     assert open_page.run("document.querySelector('.waiting progress').position") == 0.25
     open_page.ended()
@@ -990,8 +974,7 @@ def test_progress_of_the_prompt_is_shown(open_page):
 
 def test_the_prompt_is_read_when_the_first_token_comes_even_if_that_has_no_text(open_page):
     GO_ON.clear()
-    open_page.write("read")
-    open_page.press("\ue007")
+    open_page.ask("read")
     open_page.until(lambda: open_page.see(".waiting span") == "Answering")
     assert open_page.run("document.querySelector('.waiting progress').hidden")
     GO_ON.set()
@@ -1131,8 +1114,7 @@ def test_connections_end_with_the_page(open_page):
     open_page.until(lambda: open_page.server.listeners == 0)
     open_page.click("#open-engine")
     open_page.until(lambda: open_page.server.listeners == 1)
-    open_page.write("slow")
-    open_page.press("\ue007")
+    open_page.ask("slow")
     open_page.until(lambda: "word3" in open_page.see(".md"))
     open_page.browser.get("about:blank")
     assert open_page.server.left.wait(5)
@@ -1143,8 +1125,7 @@ def test_connections_end_with_the_page(open_page):
 
 def test_escape_leaves_the_large_map_before_it_stops_an_answer(open_page, keys):
     GO_ON.clear()
-    open_page.write("lasting")
-    open_page.press(keys.ENTER)
+    open_page.ask("lasting")
     open_page.until(lambda: open_page.count(".waiting:not([hidden])"))
     open_page.click("#enlarge")
     large = "[document.getElementById('engine').classList.contains('large'), enlarge.getAttribute('aria-pressed')]"
@@ -1160,8 +1141,7 @@ def test_the_engine_is_not_idle_while_an_answer_comes(open_page):
     open_page.server.feed = lambda step: {**feed(0), "lanes": []}
     open_page.until(lambda: open_page.see("#state-text") == "Idle")
     GO_ON.clear()
-    open_page.write("ponder")
-    open_page.press("\ue007")
+    open_page.ask("ponder")
     open_page.until(lambda: open_page.see("#state-text") == "Answering")
     assert open_page.run("document.getElementById('state').dataset.at") == "busy"
     GO_ON.set()
@@ -1173,8 +1153,7 @@ def test_a_phone_shows_the_whole_line_below_the_title(open_page):
     open_page.server.models = ["org/A-Model-With-A-Long-Name-235B-A22B-4bit"]
     open_page.server.context = 262144
     resize(open_page.browser, 360, 740, 2.0, mobile=True)
-    open_page.browser.refresh()
-    open_page.until(lambda: open_page.see("#model").endswith("262,144 tokens of context"))
+    open_page.reload(lambda: open_page.see("#model").endswith("262,144 tokens of context"))
     assert open_page.run("(e => e.scrollWidth - e.clientWidth)(document.getElementById('model'))") == 0
 
 

@@ -8,20 +8,26 @@ import resource
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Literal
 from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import anthropic
 import openai
 import pydantic
 import pytest
 from live_server import FakeEngine, Live, demo_engine, wait_for
+from tiny_heads import headed_directory
 
 from moeflux_mlx.driving import loop
 from moeflux_mlx.driving.session import Session
 from moeflux_mlx.errors import DeviceError
+from moeflux_mlx.opening.engine import open_engine
 from moeflux_mlx.planning.machine import used_memory
+from moeflux_mlx.server import live as live_module
+from moeflux_mlx.server.running import Totals
 
 QUESTION = [{"role": "user", "content": "Tell me a story about Mira, who can talk to owls."}]
 
@@ -408,3 +414,47 @@ def test_unknown_paths_and_methods(live):
         body = json.loads(error.value.read())
         assert error.value.code == status and body["error"]["message"]
         assert (body.get("type") == "error") == path.startswith("/v1/messages")
+
+
+REPEATS = [{"role": "user", "content": "Tom saw a red ball. Tom saw a red ball. Tom saw a red ball."}]
+
+
+def ask(live, **more):
+    reply = live.post("/v1/chat/completions", {"messages": REPEATS, "max_tokens": 24, "temperature": 0, **more})
+    return reply["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("kind", ["lookup", "head"])
+def test_answers_alone_and_together_are_those_without_drafts(monkeypatch, kind):
+    open_model = demo_engine if kind == "lookup" else partial(open_engine, headed_directory("qwen3_5_moe"))
+    asked = [{"seed": 3, "temperature": 0.7}, {"max_tokens": 40}, {"stop": ["."]}]
+    with Live(lambda: open_model(draft="off")) as live:
+        ask(live, max_tokens=1)  # the others continue its prompt; a GPU computes a whole one with other bits
+        wanted = [ask(live, **more) for more in asked]
+    with Live(lambda: open_model(draft=kind)) as live:
+        engine = live.worker.state.engine
+        engine.model.drafting.fixed = True
+        ask(live, max_tokens=1)
+        assert [ask(live, **more) for more in asked] == wanted
+        said = {}
+        threads = [threading.Thread(target=lambda i=i: said.update({i: ask(live, **asked[i])})) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [said[i] for i in range(3)] == wanted
+        metrics = urlopen(f"{live.url}/metrics").read().decode()
+        seen = picture(monkeypatch, engine)["drafts"]
+    assert 'moeflux_draft_steps_total{drafts="4"}' in metrics and "moeflux_drafts_taken_total" in metrics
+    checked = next(line for line in metrics.splitlines() if line.startswith("moeflux_drafts_checked_total "))
+    assert seen["kind"] == kind and float(checked.split()[1]) == seen["checked"] > 0
+
+
+def picture(monkeypatch, engine):
+    """Returns what the page is shown."""
+    monkeypatch.setattr(live_module, "EVERY", 0)
+    watch = live_module.Watch()
+    watch.begin()
+    for _ in range(2):
+        watch.look(engine, [], 0, Totals())
+    return watch.latest

@@ -1,6 +1,7 @@
 """Tools over HTTP: a scripted model, called by the official clients."""
 
 import json
+import re
 import socket
 import threading
 import time
@@ -10,7 +11,10 @@ from urllib.error import HTTPError
 import anthropic
 import openai
 import pytest
+from grids import drawn, taking_turns
 from live_server import FakeEngine, Live, demo_engine, wait_for
+from styles import STYLES, written
+from three_apis import APIS, REFUSED, scripted_server
 
 CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -320,3 +324,117 @@ def test_calls_of_several_clients_at_once(live, chat, claude):
     assert [len(calls) for calls in alone] == [1, 1, 2]
     with ThreadPoolExecutor(len(ways)) as threads:
         assert [one.result() for one in [threads.submit(way) for way in ways]] == alone
+
+
+ASKED = {"role": "user", "content": "How is it?"}
+
+
+def asked(*ids):
+    """Returns a message with these calls."""
+    functions = [{"name": f"tool{i}", "arguments": json.dumps({"city": f"city{i}"})} for i in ids]
+    calls = [{"id": f"id{i}", "type": "function", "function": own} for i, own in zip(ids, functions, strict=True)]
+    return {"role": "assistant", "content": "I look.", "tool_calls": calls}
+
+
+def results(*ids):
+    return [{"role": "tool", "tool_call_id": f"id{i}", "content": f"result{i}"} for i in ids]
+
+
+@pytest.fixture(scope="module", params=STYLES)
+def style(request, tmp_path_factory):
+    """Returns the style's name, and clients of a server with its template."""
+    with scripted_server(tmp_path_factory.mktemp(request.param), request.param) as clients:
+        clients.answer = "Fine."
+        yield request.param, clients
+
+
+@pytest.fixture(scope="module")
+def clients(tmp_path_factory):
+    with scripted_server(tmp_path_factory.mktemp("one"), "qwen3_style") as clients:
+        clients.answer = "Fine."
+        yield clients
+
+
+def test_results_are_shown_in_the_order_of_the_calls(style):
+    name, clients = style
+    turn = "city1 city2 city3 result1 result2 result3"
+    if name == "harmony_style":
+        turn = "city1 result1 city2 result2 city3 result3"
+    history = [ASKED, asked(1, 2, 3), *results(3, 1, 2), ASKED, asked(4), *results(4)]
+    for said, api in taking_turns([history], APIS, [*STYLES].index(name)):
+        clients.ask(api, said)
+        assert " ".join(re.findall(r"city\d|result\d", clients.prompts[-1])) == f"{turn} city4 result4", api
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize(
+    "ids, said",
+    [
+        ((2,), "the call 'id1' of the tool 'tool1' is not followed by its result; send one result for each call"),
+        ((2, 1, 2), "the call 'id2' of the tool 'tool2' has two results; send one result for each call"),
+        ((2, 1, 5), "a result names the call 'id5', which is not in the turn before it; send the call too"),
+    ],
+    ids=["missing", "doubled", "unknown"],
+)
+def test_results_that_do_not_match_are_refused(clients, api, ids, said, stream):
+    with pytest.raises(REFUSED) as refused:
+        clients.ask(api, [ASKED, asked(1, 2), *results(*ids)], stream=stream)
+    error = refused.value.body if api != "messages" else refused.value.body["error"]
+    assert (error["type"], error["message"]) == ("invalid_request_error", said)
+    assert api == "messages" or error["param"] == {"chat": "messages", "responses": "input"}[api]
+
+
+OWN_FORM = {dialect.name: style for style, (dialect, _, _) in STYLES.items() if dialect.tags or dialect.arguments}
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/count/anyOf/0"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+COUNT = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+ID = {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"], "additionalProperties": False}
+SCHEMAS = {
+    "$ref": {"$ref": "#/$defs/place", "$defs": {"place": PLACE, "count": COUNT}},
+    "allOf": {"allOf": [{"$ref": "#/$defs/place"}, {"type": "object"}], "$defs": {"place": PLACE, "count": COUNT}},
+    "anyOf": {"anyOf": [ID, {"$ref": "#/$defs/place"}], "$defs": {"place": PLACE, "count": COUNT}},
+}
+GOOD, BAD = {"city": "Paris", "days": 3}, {"city": "Paris", "days": "x"}
+
+
+def tool(schema):
+    return {"type": "function", "function": {"name": "weather", "strict": True, "parameters": schema}}
+
+
+@pytest.fixture(scope="module")
+def scripted(request, tmp_path_factory):
+    """Returns a writer of answers with a call, and clients of a server whose model obeys grammars."""
+    dialect, _, channels = STYLES[request.param]
+
+    def write(arguments):
+        call = written(dialect)(arguments, "weather")
+        return lambda prompt: f"{channels.end if channels.opens(prompt) else ''}{call}"
+
+    with scripted_server(tmp_path_factory.mktemp(request.param), request.param, obeys=True) as clients:
+        yield write, clients
+
+
+@pytest.mark.parametrize(
+    "scripted, api, stream, name", drawn(OWN_FORM.values(), APIS, [False, True], SCHEMAS), indirect=["scripted"]
+)
+def test_a_strict_call_has_the_arguments_of_its_schema(scripted, api, stream, name):
+    (write, clients), tools = scripted, [tool(SCHEMAS[name])]
+    clients.answer = write(GOOD)
+    said = clients.ask(api, QUESTION, tools, stream=stream)
+    assert (said.calls, said.finish) == ([("weather", GOOD)], "tool_calls")
+    for wrong in (BAD, {}):
+        clients.answer = write(wrong)
+        assert not clients.ask("chat", QUESTION, tools).calls
+
+
+@pytest.mark.parametrize("scripted, api", drawn(OWN_FORM.values(), APIS), indirect=["scripted"])
+def test_a_strict_schema_that_cannot_be_enforced_is_refused(scripted, api):
+    _, clients = scripted
+    for own in ({"$ref": "#/$defs/none"}, {"type": "string", "pattern": "a+"}):
+        with pytest.raises(REFUSED, match="cannot be enforced"):
+            clients.ask(api, QUESTION, [tool({"type": "object", "properties": {"city": own}})])

@@ -80,7 +80,7 @@ def test_the_bits_of_one_process(tmp_path, family, options):
 
 
 def full(*values):
-    """Marks a case that test_handshake.py or test_joining.py also checks, in threads or with fewer processes."""
+    """Marks a case that test_joining.py also checks, in threads or with fewer processes."""
     return pytest.param(*values, marks=pytest.mark.full)
 
 

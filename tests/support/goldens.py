@@ -46,31 +46,14 @@ FAMILIES, KIN = (
     tuple(sorted(path.name for path in folder.iterdir() if path.is_dir())) for folder in (FIXTURES, FIXTURES_OF_KIN)
 )
 TRANSPOSED = ("qwen3_vl_moe", "gpt_oss", "llama4")  # their fused experts are [E, in, out]
-INTERLEAVED = (
-    "gpt_oss",
-    "inkling",
-    "inkling2",
-    "inkling2_loop",
-)  # in their fused experts, rows of gate and up alternate
+INTERLEAVED = ("gpt_oss", "inkling", "inkling2", "inkling2_loop")  # in their fused experts, gate and up alternate
 ZERO_CENTRED = ("step3p5", "qwen4_exp", "minimax_m3_vl", "muse_spark")  # their norms are stored as weight - 1
 PLAIN_NORM = {"muse_spark": "model.language_model.norm.weight"}  # all but this one
-STACKS = {
-    "gpt_oss": "experts",
-    "afmoe": "experts",
-    "llama4": "experts",
-    "dots1": "experts",
-    "gemma4": "experts.switch_glu",
-}  # mlx-lm's stacked experts, if not switch_mlp
-LOW_EMBEDDINGS = (
-    "gemma4",
-    "lfm2_moe",
-    "ernie4_5_moe",
-    "afmoe",
-    "granitemoehybrid",
-    "cohere2_moe",
-    "cohere2_moe_north",
-    "hunyuan_v1_moe",
-)  # they make the logits too, or are scaled
+# mlx-lm's stacked experts, if not switch_mlp.
+STACKS = dict.fromkeys(("gpt_oss", "afmoe", "llama4", "dots1"), "experts") | {"gemma4": "experts.switch_glu"}
+# They make the logits too, or are scaled.
+LOW_EMBEDDINGS = ("gemma4", "lfm2_moe", "ernie4_5_moe", "afmoe", "granitemoehybrid", "cohere2_moe")
+LOW_EMBEDDINGS += ("cohere2_moe_north", "hunyuan_v1_moe")
 # Beginnings of names of encoders of images and sounds, if not model.visual.
 ENCODERS = {
     "hy_v4_vl": ("vit.",),
@@ -81,6 +64,14 @@ INTEGERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets
 ROUTERS = (".gate.weight", ".router.weight", ".router.proj.weight", ".router.layer.weight", ".classifier.weight")
 ROUTERS += (".gate.wg.weight", ".v_router.weight")
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight", "sconv.weight")
+CORRECTIONS = ("correction_bias", "expert_bias", "router_bias", ".gate.bias")
+# Ends of names of norms, vectors, and matrices of few columns.
+NOT_QUANTISED = ("norm.weight", "norm_f.weight", *CONVOLUTIONS, "A_log", "dt_bias", "bias", ".D", *INTEGERS, "sinks")
+NOT_QUANTISED += ("norm_key.weight", "norm_query.weight", "norm_conv.weight", "norm_1.weight", "norm_2.weight")
+NOT_QUANTISED += ("weights_proj.weight", "tid2eid", "_fn", "_base", "_scale", ".ape", "attn_sink", "sink_param")
+NOT_QUANTISED += (".router.scale", ".layer_scalar", "res_proj.weight", ".q_weight", ".k_weight", "global_scale")
+NOT_QUANTISED += ("rel_logits_proj.proj", "static_w", "_clip.scale", "_query", "compress_ape", "compress_gate")
+NOT_QUANTISED += ("softmax_offset", "ssmax_scaling.s", "ssmax_scaling.b", "alpha", "W_up.weight", "residual_gate.gate")
 # Parts of names that mlx-lm's conversions (for hy_v3 Rapid-MLX's) spell differently from the hub.
 MLX_NAMES = {
     "deepseek_v4": (
@@ -158,17 +149,8 @@ EXTRA_VARIANTS = {
 OWN_GOLDEN = ("dense", "fp8", "negbias", "mlx4_embed_q")
 QUANTISATION = {"group_size": 64, "bits": 4, "mode": "affine"}
 FP8_BLOCK = 128
-DTYPES = {
-    "BF16": "<u2",
-    "F32": "<f4",
-    "U32": "<u4",
-    "I32": "<i4",
-    "I64": "<i8",
-    "F8_E4M3": "u1",
-    "I8": "i1",
-    "U8": "u1",
-    "F8_E8M0": "u1",
-}
+DTYPES = {"BF16": "<u2", "F32": "<f4", "U32": "<u4", "I32": "<i4", "I64": "<i8", "I8": "i1"}
+DTYPES |= dict.fromkeys(("F8_E4M3", "U8", "F8_E8M0"), "u1")
 
 # A tensor is (safetensors dtype name, array); BF16 and F8_E4M3 arrays hold bit patterns.
 Tensor = tuple[str, np.ndarray]
@@ -194,6 +176,11 @@ def config(family):
 def text_config(family):
     whole = config(family)
     return whole.get("text_config", whole)
+
+
+def shapes(family):
+    """Returns {hub name: shape} of the tensors of one of `KIN`."""
+    return _read_json(family, "tensors.json")
 
 
 def token_map(family):
@@ -273,12 +260,8 @@ def variant_config(family, variant):
     if variant.startswith("mlx4"):
         result["quantization"] = result["quantization_config"] = _quantisation(family)
     if variant == "fp8":
-        result["quantization_config"] = {
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "quant_method": "fp8",
-            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-        }
+        form = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
+        result["quantization_config"] = form | {"weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
     return result
 
 
@@ -300,7 +283,7 @@ def variant_tensors(family, variant):
 def hub_tensors(family):
     """Returns {hub name: Tensor} of the text model, bf16 except what the hub keeps in float32. Do not change it."""
     if family in KIN:
-        tree = {name: (tuple(shape), _kind(family, name)) for name, shape in _read_json(family, "tensors.json").items()}
+        tree = {name: (tuple(shape), _kind(family, name)) for name, shape in shapes(family).items()}
         return {name: _draw(f"{family}/{name}", family, *spec) for name, spec in tree.items()}
     c = text_config(family)
     tree = _tree(c)
@@ -328,14 +311,8 @@ def _kind(family, name):
     kinds |= {"A_log": "A_log", "dt_bias": "dt_bias", "conv1d.weight": "conv", "conv.conv.weight": "conv"}
     kinds |= dict.fromkeys(INTEGERS, "integers")
     kinds |= {"sinks": "sinks", "sink_bias": "sinks", "proj_bias": "bias", "_bias": "signed_bias", ".bias": "bias"}
-    kinds |= {
-        "tid2eid": "table",
-        "_base": "bias",
-        "_scale": "norm",
-        ".ape": "bias",
-        "attn_sink": "sinks",
-        "sink_param": "sinks",
-    }
+    kinds |= {"tid2eid": "table", "_base": "bias", "_scale": "norm", ".ape": "bias", "attn_sink": "sinks"}
+    kinds |= {"sink_param": "sinks"}
     kinds |= {".q_weight": "norm", ".k_weight": "norm"}
     kinds |= {"residual_gate.gate": "bias", "compress_ape": "bias", "softmax_offset": "sinks"}
     kinds |= {"lerope.alpha": "bias", "ssmax_scaling.s": "bias", "ssmax_scaling.b": "norm"}
@@ -433,45 +410,10 @@ def _block(tensors, stem, expert):
 def quantised_bits(family, name):
     """Returns 4 or 8 for a hub tensor that an MLX conversion quantises, and 0 for one that it does not."""
     name = _plain(name)
-    if name.endswith(("norm.weight", "norm_f.weight", *CONVOLUTIONS, "A_log", "dt_bias", "bias", ".D")):
+    if name.endswith(NOT_QUANTISED) or "_queries" in name:
         return 0
-    if name.endswith(("norm_key.weight", "norm_query.weight", "norm_conv.weight", *INTEGERS)):
-        return 0
-    if name.endswith(
-        ("sinks", "weights_proj.weight", "tid2eid", "_fn", "_base", "_scale", ".ape", "attn_sink", "sink_param")
-    ):
-        return 0
-    if name.endswith(
-        (
-            "norm_1.weight",
-            "norm_2.weight",
-            ".router.scale",
-            ".layer_scalar",
-            "res_proj.weight",
-            ".q_weight",
-            ".k_weight",
-        )
-    ):
-        return 0
-    if (
-        name.endswith(("rel_logits_proj.proj", "global_scale", "static_w", "_clip.scale", "_query"))
-        or "_queries" in name
-    ):
-        return 0
-    if name.endswith(
-        ("compress_ape", "compress_gate", "softmax_offset", "ssmax_scaling.s", "ssmax_scaling.b", "alpha")
-    ):
-        return 0
-    if name.endswith(("W_up.weight", "residual_gate.gate")):
-        return 0  # a matrix of few columns, and vectors
     if name.endswith((*ROUTERS, "shared_expert_gate.weight")):
-        return (
-            0
-            if any(
-                n.endswith(("correction_bias", "expert_bias", "router_bias", ".gate.bias")) for n in hub_tensors(family)
-            )
-            else 8
-        )
+        return 0 if any(n.endswith(CORRECTIONS) for n in hub_tensors(family)) else 8
     return 4
 
 
@@ -503,22 +445,9 @@ def _bf16(values):
 
 
 # mean and standard deviation; a linear's deviation is divided by sqrt(fan in) so that logits come out near 1
-KINDS = {
-    "embed": (0, 1),
-    "linear": (0, 1),
-    "router": (0, 3),
-    "gate": (0, 0.0125),
-    "norm": (1, 0.2),
-    "centred_norm": (0, 0.2),
-    "conv": (0, 0.5),
-    "A_log": (0.7, 0.7),
-    "dt_bias": (0, 0.5),
-    "correction_bias": (0.15, 0.1),
-    "signed_bias": (0, 0.2),
-    "bias": (0, 0.5),
-    "sinks": (0, 1.5),
-    "gain": (4, 1),
-}
+KINDS = {"embed": (0, 1), "linear": (0, 1), "router": (0, 3), "gate": (0, 0.0125), "norm": (1, 0.2), "conv": (0, 0.5)}
+KINDS |= {"centred_norm": (0, 0.2), "A_log": (0.7, 0.7), "dt_bias": (0, 0.5), "correction_bias": (0.15, 0.1)}
+KINDS |= {"signed_bias": (0, 0.2), "bias": (0, 0.5), "sinks": (0, 1.5), "gain": (4, 1)}
 
 
 def _draw(seed, family, shape, kind):
@@ -602,12 +531,7 @@ def _gated_delta(c):
     if c["model_type"] == "qwen3_next":
         shapes = {"in_proj_qkvz": (mixed + values, D), "in_proj_ba": (2 * nv, D)}
     else:
-        shapes = {
-            "in_proj_qkv": (mixed, D),
-            "in_proj_z": (values, D),
-            "in_proj_b": (nv, D),
-            "in_proj_a": (nv, D),
-        }
+        shapes = {"in_proj_qkv": (mixed, D), "in_proj_z": (values, D), "in_proj_b": (nv, D), "in_proj_a": (nv, D)}
     return {
         "A_log": ((nv,), "A_log"),
         "dt_bias": ((nv,), "dt_bias"),

@@ -1,12 +1,15 @@
-"""Which tokens end an answer of a GGUF: what is stated, what texts say, and what the template writes."""
+"""Which tokens end an answer of a GGUF: what is stated, what texts say, what the template writes; and stop texts."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_gguf_tokens import metadata
 
 from moeflux_mlx.text.byte_pairs import byte_alphabet
 from moeflux_mlx.text.channels import INKLING, MUSE
 from moeflux_mlx.text.ends import TEXTS, all_ends
 from moeflux_mlx.text.gguf_tokens import tokenizer_files
+from moeflux_mlx.text.stop import StopTexts
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
@@ -80,3 +83,43 @@ def test_what_closes_a_message_is_no_end(tmp_path):
 )
 def test_what_the_template_closes_turns_with(tmp_path, tokens, template, wanted):
     assert ends(tmp_path, dict.fromkeys(tokens, CONTROL), template) == wanted
+
+
+LETTERS = st.text("ab<", max_size=12)
+
+
+def fed(texts, pieces):
+    stop = StopTexts(texts)
+    out = [stop.feed(piece) for piece in pieces]
+    return "".join(out) + stop.finish(), stop.found
+
+
+def test_a_stop_text_is_not_part_of_the_answer():
+    assert fed(["END"], ["one E", "N", "D two"]) == ("one ", "END")
+    assert fed(["END"], ["one E", "N"]) == ("one EN", None)
+
+
+def test_text_that_may_become_a_stop_text_is_held_back():
+    stop = StopTexts(["</s>"])
+    assert [stop.feed(piece) for piece in ("a<", "/", "b")] == ["a", "", "</b"]
+
+
+def test_the_first_one_counts_and_the_longer_of_two_at_one_place():
+    assert fed(["b", "ab"], ["xab"]) == ("x", "ab")
+    assert fed(["a", "ab"], ["xab"]) == ("x", "ab")
+
+
+def test_no_text_comes_after_it():
+    stop = StopTexts(["a"])
+    assert (stop.feed("xa"), stop.feed("more"), stop.finish()) == ("x", "", "")
+
+
+@given(st.lists(st.text("ab<", min_size=1, max_size=3), max_size=3), st.lists(LETTERS, max_size=6))
+def test_any_cut_gives_the_text_before_the_first_place(texts, pieces):
+    whole = "".join(pieces)
+    out, stop = fed(texts, pieces)
+    assert whole.startswith(out)
+    if stop is None:
+        assert out == whole and not any(text in whole for text in texts)
+    else:
+        assert whole.startswith(stop, len(out)) and not any(text in out for text in texts)

@@ -22,24 +22,18 @@ def test_nan_is_an_error():
     assert not checkup.Check("product", float("nan"), 1.0, 0.0).is_right
 
 
-def test_an_expert_in_the_wrong_slot_is_seen(monkeypatch):
-    right = checkup.expert_ffn
-    monkeypatch.setattr(checkup, "expert_ffn", lambda x, slots, *rest: right(x, slots[:, ::-1].copy(), *rest))
-    verdicts = {check.name: check.is_right for check in checkup.check_operations(mx.float32)}
-    assert verdicts == {"product": True, "experts": False, "routing": True}
+FAULTS = {  # what of `checkup` is wrong, and which values are not right then
+    "expert_ffn": (lambda right: lambda x, slots, *rest: right(x, slots[:, ::-1].copy(), *rest), ["experts"]),
+    "dense": (lambda right: lambda *given: right(*given)[:, ::-1], ["product", "experts"]),
+    "route": (lambda right: lambda *given: (right(*given)[0], right(*given)[1] * 1.001), ["routing"]),
+}
 
 
-def test_a_wrong_order_of_codes_is_seen(monkeypatch):
-    right = checkup.dense
-    monkeypatch.setattr(checkup, "dense", lambda *given: right(*given)[:, ::-1])
-    verdicts = {check.name: check.is_right for check in checkup.check_operations(mx.float32)}
-    assert verdicts == {"product": False, "experts": False, "routing": True}
-
-
-def test_other_weights_of_the_chosen_experts_are_seen(monkeypatch):
-    right = checkup.route
-    monkeypatch.setattr(checkup, "route", lambda *given: (right(*given)[0], right(*given)[1] * 1.001))
-    assert not checkup.check_operations(mx.float32)[2].is_right
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_slot_order_of_codes_or_weight_is_seen(monkeypatch, name):
+    fault, wrong = FAULTS[name]
+    monkeypatch.setattr(checkup, name, fault(getattr(checkup, name)))
+    assert [check.name for check in checkup.check_operations(mx.float32) if not check.is_right] == wrong
 
 
 @msl.needed
@@ -75,9 +69,15 @@ def test_a_kernel_that_metal_cannot_build_gets_no_threads(monkeypatch):
 def test_the_rate_of_products_is_that_of_models(cpu_device):
     """They round activations by default, which takes about half of the time."""
     seen = []
-    with observing(lambda matrix, x: seen.append((matrix, np.array(x)))):
+
+    def look(matrix, x):
+        if not seen:
+            seen.append((matrix, x))
+            seen.append(linear(x, matrix))
+
+    with observing(look):
         checkup.product_rate(mx.float32)
-    (matrix, first), (_, second) = seen[:2]
+    (matrix, x), product = seen
     with native.activations(activation_bits("auto", None)):
-        assert np.array_equal(linear(first, matrix), second)
-    assert not np.array_equal(linear(first, matrix), second)
+        assert np.array_equal(linear(x, matrix), product)
+    assert not np.array_equal(linear(x, matrix), product)

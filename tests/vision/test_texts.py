@@ -220,14 +220,10 @@ class GuidedHead(HeadDrafts):
         return self.told.propose(count) if len(super().propose(count)) else []
 
 
-@pytest.fixture(scope="module")
-def headed():
-    return load_model(headed_directory(FAMILY), dtype=mx.float32, draft="head")
-
-
 @pytest.mark.parametrize("kind", ["lookup", "head"])
-def test_drafts_behind_images_change_no_bit(monkeypatch, headed, kind):
+def test_drafts_behind_images_change_no_bit(monkeypatch, kind):
     """There are two turns with an image each. The second one reuses the first, and every third draft is wrong."""
+    headed = load_model(headed_directory(FAMILY), dtype=mx.float32, draft="head")
     answers, checked = [], []
     drafting, off = Drafting(kind, most=2, fixed=True), Drafting()
     told = lambda text: Told(text, answers, (True, True, False))  # noqa: E731
@@ -237,11 +233,11 @@ def test_drafts_behind_images_change_no_bit(monkeypatch, headed, kind):
     tokenizer = load_tokenizer(tiny_directory(FAMILY))
 
     def session(how):
-        monkeypatch.setattr(headed, "drafting", how)
+        headed.drafting = how
         return Session(headed, tokenizer, checkpoint_every=8)
 
     def said(session, how, count, stop, seed):
-        monkeypatch.setattr(headed, "drafting", how)
+        headed.drafting = how
         return said_by(session, prompt, count, stop, **choice(seed))
 
     with_drafts, without = session(drafting), session(off)

@@ -50,6 +50,9 @@ THREADS = 256
 PLANS = 512  # launches that are kept, one for each length of a chunk
 NORM_EPS = 1e-6  # epsilon of the query/key L2 norm, fixed in the published model code
 
+# Of an array [T, n] that is some columns of a wider one: what a kernel takes, and the distance of its rows in values.
+Columns = tuple[Input, int]
+
 
 @dataclass(frozen=True)
 class DeltaWeights:
@@ -105,7 +108,7 @@ def delta(
         return _delta_ops(qkv, z, b, a, state, w, sizes)
     if L == 1:
         return _on_kernels(w, sizes, StepRows([state]), qkv, z, b, a, joined)
-    return _many_on_kernels(qkv, z, b, a, state, w, sizes)
+    return _many_on_kernels(qkv, z, b, a, state, w, sizes, joined)
 
 
 def _of_row(
@@ -307,36 +310,47 @@ def plan(rows: RowSizes, target: str, dtype: mx.Dtype, taps: mx.Dtype, norm: mx.
 
 
 def _many_on_kernels(
-    qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, state: RecurrentState, w: DeltaWeights, sizes: Delta
+    qkv: mx.array,
+    z: mx.array,
+    b: mx.array,
+    a: mx.array,
+    state: RecurrentState,
+    w: DeltaWeights,
+    sizes: Delta,
+    joined: mx.array | None,
 ) -> mx.array:
     """`delta` for several tokens of one sequence: [1, L, value width]."""
     L = qkv.shape[1]
     conv, recurrent = _begun(state, qkv.dtype, sizes)
-    qkv, z, b, a = (part.reshape(L, -1) for part in (qkv, z, b, a))  # indexing with [0] would copy
-    qkv, conv = conv_silu(qkv, conv.reshape(conv.shape[1:]), w.conv.reshape(sizes.channels, -1))
-    steps = gated_delta if L <= MAX_TOKENS else gated_delta_tokens
-    state_of = recurrent.reshape(recurrent.shape[1:])
-    out, recurrent = steps(qkv, a, b, w.A_log, w.dt_bias, state_of, sizes.key_heads, sizes.channel_decay)
+    qkv, z, b, a = parts = [part.reshape(L, -1) for part in (qkv, z, b, a)]  # indexing with [0] would copy
+    where: list[Columns | None] = [None] * len(parts)
+    if joined is not None:
+        where = [(piece, joined.shape[-1]) for piece in in_turn(joined, *parts)]
+    qkv, conv = conv_silu(qkv, conv.reshape(conv.shape[1:]), w.conv.reshape(sizes.channels, -1), where[0])
+    given = qkv, a, b, w.A_log, w.dt_bias, recurrent.reshape(recurrent.shape[1:]), sizes.key_heads, sizes.channel_decay
+    out, recurrent = gated_delta(*given) if L <= MAX_TOKENS else gated_delta_tokens(*given, where[3], where[2])
     state.absorb([conv[None], recurrent[None]], L)
-    return gated_norm(out, z.reshape(out.shape), w.norm, w.eps, sizes.gate).reshape(1, L, -1)
+    return gated_norm(out, z.reshape(out.shape), w.norm, w.eps, sizes.gate, where[1]).reshape(1, L, -1)
 
 
-def conv_silu(x: mx.array, state: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
-    """silu of the causal depthwise convolution of x [T, C] after state [taps - 1, C]; weight [C, taps].
+def conv_silu(
+    x: mx.array, state: mx.array, weight: mx.array, where: Columns | None = None
+) -> tuple[mx.array, mx.array]:
+    """silu of the causal depthwise convolution of x [T, C] after state [taps - 1, C]; weight [C, taps]. `where`: of x.
 
     Returns (out [T, C], the next state).
     """
-    T = x.shape[0]
-    launch = plan_conv(backend.name(), x.shape, x.dtype, weight.shape, weight.dtype)
-    out, following = launch(x, state.astype(x.dtype), weight, count(T))
+    given, stride = where or (x, x.shape[-1])
+    launch = plan_conv(backend.name(), x.shape, x.dtype, weight.shape, weight.dtype, stride)
+    out, following = launch(given, state.astype(x.dtype), weight, count(x.shape[0]))
     return out, following
 
 
 @lru_cache(PLANS)
-def plan_conv(target: str, x: Shape, dtype: mx.Dtype, weight: Shape, weight_dtype: mx.Dtype) -> Launch:
+def plan_conv(target: str, x: Shape, dtype: mx.Dtype, weight: Shape, weight_dtype: mx.Dtype, stride: int) -> Launch:
     T, C = x
     taps = weight[1]
-    template = {"X": dtype, "W": weight_dtype, "C": C, "TAPS": taps}
+    template = {"X": dtype, "W": weight_dtype, "C": C, "TAPS": taps, "AT_X": stride}
     return Launch(target, CONV_SILU, template, (ceildiv(C, THREADS), T), THREADS, [(x, dtype), ((taps - 1, C), dtype)])
 
 
@@ -391,6 +405,8 @@ def gated_delta_tokens(
     state: mx.array,
     key_heads: int,
     rule: ChannelDecay | None = None,
+    where_a: Columns | None = None,
+    where_b: Columns | None = None,
 ) -> tuple[mx.array, mx.array]:
     """`gated_delta` for more than a few tokens, in two launches: the same values but for float32's rounding.
 
@@ -398,15 +414,23 @@ def gated_delta_tokens(
     """
     T = qkv.shape[0]
     target = backend.name()
-    prepare, steps = plan_tokens(target, T, qkv.dtype, state.shape, key_heads, rule)
-    qk, gates = prepare(qkv, a, b, A_log, dt_bias, count(T))
+    (own_a, a_stride), (own_b, b_stride) = where_a or (a, a.shape[-1]), where_b or (b, b.shape[-1])
+    prepare, steps = plan_tokens(target, T, qkv.dtype, state.shape, key_heads, rule, a_stride, b_stride)
+    qk, gates = prepare(qkv, own_a, own_b, A_log, dt_bias, count(T))
     out, following = steps(qkv, qk, gates, state, count(T))
     return out, following
 
 
 @planned("delta", PLANS)
 def plan_tokens(
-    target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int, rule: ChannelDecay | None
+    target: str,
+    T: int,
+    dtype: mx.Dtype,
+    state: Shape,
+    key_heads: int,
+    rule: ChannelDecay | None,
+    a_stride: int,
+    b_stride: int,
 ) -> tuple[Launch, Launch]:
     """The launch that prepares the inputs of the steps, and that of the steps."""
     heads, v_dim, k_dim = state
@@ -414,6 +438,7 @@ def plan_tokens(
     template = {"X": dtype, "NK": key_heads, "NV": heads, "DK": k_dim} | _decay(rule)
     vectors = 2 if rule is None else 3
     inputs = template | {"C": 2 * key_heads * k_dim + heads * v_dim, "SG": SIMDGROUPS}
+    inputs |= {"AT_A": a_stride, "AT_B": b_stride}
     shapes = (T, vectors, key_heads, k_dim), (T, 2, heads)
     prepared = [(shape, mx.float32) for shape in shapes]
     groups = (ceildiv(T * key_heads, SIMDGROUPS), 1)
@@ -429,14 +454,22 @@ def plan_tokens(
     return prepare, Launch(target, GATED_DELTA_TOKENS, template, groups, 32 * tile.simdgroups, outputs)
 
 
-def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float, gate: str = "silu") -> mx.array:
-    """rms_norm(x) * weight * silu(z), or sigmoid(z) as `gate` says, over the last axis; x, z [..., D], weight [D]."""
-    launch = plan_norm(backend.name(), x.shape, x.dtype, weight.dtype, gate)
-    return launch(x, z, weight, eps, count(x.size // x.shape[-1]))[0]
+def gated_norm(
+    x: mx.array, z: mx.array, weight: mx.array, eps: float, gate: str = "silu", where: Columns | None = None
+) -> mx.array:
+    """rms_norm(x) * weight * silu(z), or sigmoid(z) as `gate` says, over the last axis; x, z [..., heads, D], weight
+    [D]. `where`: of z's rows of all heads.
+    """
+    given, stride = where or (z, z.shape[-2] * z.shape[-1])
+    launch = plan_norm(backend.name(), x.shape, x.dtype, weight.dtype, gate, stride)
+    return launch(x, given, weight, eps, count(x.size // x.shape[-1]))[0]
 
 
 @lru_cache(PLANS)
-def plan_norm(target: str, x: Shape, dtype: mx.Dtype, weight_dtype: mx.Dtype, gate: str) -> Launch:
-    rows, D = int(np.prod(x[:-1])), x[-1]
+def plan_norm(target: str, x: Shape, dtype: mx.Dtype, weight_dtype: mx.Dtype, gate: str, stride: int) -> Launch:
+    *lead, heads, D = x
     template = {"X": dtype, "W": weight_dtype, "D": D, "SG": SIMDGROUPS, "SIGMOID": int(gate == "sigmoid")}
-    return Launch(target, GATED_NORM, template, (ceildiv(rows, SIMDGROUPS), 1), 32 * SIMDGROUPS, [(x, dtype)])
+    template |= {"HEADS": heads, "AT_Z": stride}
+    return Launch(
+        target, GATED_NORM, template, (ceildiv(prod(lead) * heads, SIMDGROUPS), 1), 32 * SIMDGROUPS, [(x, dtype)]
+    )

@@ -47,11 +47,14 @@ ATTEND_STEP = Kernel(
     "q k v q_weight k_weight periods eps magnitude scale positions keys values recent chosen biases",
     "parts next",
 )
+ATTEND_MATRIX = replace(ATTEND_STEP, name="attend_matrix", units="matrix")
 ATTEND_APPEND = Kernel("attend_append", "k v k_weight periods eps magnitude positions recent", "next")
 ATTEND_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
 HEADS = 8  # queries in a threadgroup: with 256 values each they take 9 KB of its memory
 WIDEST = 256
 OTHERWISE = 6  # arrays like the scores that exist at once, where biases and sinks of tokens are added
+MATRIX = {"cuda": (256, 132 * 256)}  # of the text for matrix units: threads, and D times the most threadgroups
+MOST_PIECES = 1 << 20  # of the other text: any number
 APPENDING = 128  # threads that add a key and its value
 NO_TURN = (*np.zeros((2, 1, 0), np.float32), False)
 
@@ -331,15 +334,19 @@ def plan_row(
     abreast = max(n for n in range(1, HEADS + 1) if shared % n == 0)
     longest = 128 if width <= 128 or target == "cuda" else 64
     positions = longest // types[0].size  # of a piece: keys of up to 16 KB, on CUDA of 32 KB
+    has_units = types[0].size == 2 and (types[2] != mx.uint8 or value_width % 64 == 0) and not extent
+    matrix = MATRIX.get(target) if has_units else None
+    most_pieces = MOST_PIECES
+    if matrix:
+        positions = matrix[0] // 2
+        most_pieces = max(1, matrix[1] // width * abreast // heads)
     sizes = {"X": types[0], "H": heads, "D": width, "V": value_width, "P": positions, "WINDOW": window or 0}
-    sizes |= {"CHUNKED": int(chunked), "PIECE": heads, **seen.template}
+    sizes |= {"CHUNKED": int(chunked), "MOST": most_pieces, "PIECE": heads, **seen.template}
     template = sizes | {"K": types[2], "W": types[1] or types[0], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
     template |= {"NORM": (1 + rotates_first) * (types[1] is not None), "DIMS": turn[0], "INTERLEAVED": int(turn[1])}
     template |= {"VNORM": int(norms_values), "LISTS": seen.lists, "APPENDED": 0, "RECENT": RECENT}
     template["EXTENT"] = extent
-    # A window of n positions may span one piece more than it fills; a short text has fewer.
-    pieces = ceildiv(seen.most or capacity + RECENT, positions)
-    pieces = pieces if window is None else ceildiv(window - 1, positions) + 1
+    pieces = min(most_pieces, ceildiv(window or seen.most or capacity + RECENT, positions))
     most = MOST_THREADS[target]
     template["SHARES"] = shares = 2 if 2 * width <= most else 1
     columns = max(n for n in range(32, value_width + 1, 32) if value_width % n == 0 and 4 * n <= most)
@@ -347,6 +354,9 @@ def plan_row(
     kept = kv_heads * RECENT * (elements(width) + elements(value_width))
     outputs = [((pieces, heads, value_width + 2), mx.float32), ((kept,), types[2])]
     step = Launch(target, ATTEND_STEP, template, (pieces, heads // abreast), shares * width, outputs)
+    if matrix:
+        template |= {"THREADS": matrix[0]}
+        step = Launch(target, ATTEND_MATRIX, template, (1 + pieces, heads // abreast), matrix[0], outputs)
     out = [((1, 1, heads * value_width), types[0])]
     sizes |= {"GATE": int(stride > width), "C": columns, "SINKS": int(has_sinks)}
     return step, Launch(target, ATTEND_COMBINE, sizes, (heads, value_width // columns), 4 * columns, out)
