@@ -1,6 +1,7 @@
 // needs: lane.h.metal
 // out[T, D] = (h + n(s) * weight) * factor[0], row by row. n divides a row by its root mean square (+ eps[0]). s is
-// made, or, if PAIR is 1, n(made) * made_weight + n(beside) * beside_weight. If FACTOR is 0, there is no factor. out is
+// made, or, if PAIR is 1, n(made) * made_weight + n(beside) * beside_weight. If FACTOR is 0, there is no factor. If
+// WEIGHED is not 0, out = h * beside_weight + n(s) * weight, where s is made, or made * made_weight if it is 2. out is
 // X; h, made, beside[T, D] and the weights[D] are floats of any dtype. The results of the norms and the sums are
 // rounded to X.
 //
@@ -17,6 +18,9 @@
   for (uint t = 0; t < EACH; t++) {
     const uint i = tid + t * THREADS;
     sum[t] = i < D ? float(made[row + i]) : 0.0f;
+    if (WEIGHED == 2) {
+      sum[t] = float(X(sum[t] * float(made_weight[metal::min(i, uint(D - 1))])));
+    }
     squares = metal::fma(sum[t], sum[t], squares);
     if (PAIR) {
       other[PAIR ? t : 0] = i < D ? float(beside[row + i]) : 0.0f;
@@ -53,7 +57,12 @@
   for (uint t = 0; t < EACH; t++) {
     const uint i = tid + t * THREADS;
     if (i < D) {
-      const float joined = float(X(float(h[row + i]) + float(X(sum[t] * scale * float(weight[i])))));
-      out[row + i] = X(FACTOR ? joined * float(factor[0]) : joined);
+      if (WEIGHED) {
+        const float kept = float(h[row + i]) * float(beside_weight[i]);
+        out[row + i] = X(kept + float(X(sum[t] * scale)) * float(weight[i]));
+      } else {
+        const float joined = float(X(float(h[row + i]) + float(X(sum[t] * scale * float(weight[i])))));
+        out[row + i] = X(FACTOR ? joined * float(factor[0]) : joined);
+      }
     }
   }

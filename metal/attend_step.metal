@@ -15,7 +15,8 @@
 // DIMS / 2. If VNORM is 1, v is divided by its root mean square too.
 //
 // For each piece of P visible positions and each head, parts[., PIECE, V + 2] float gets the sum of the values,
-// weighted by exp(score - largest), where score = scale[0] q k; then the largest score, and the sum of the weights.
+// weighted by exp(score - largest), where score = scale[0] q k; then the largest score, and the sum of the weights. If
+// EXTENT is not 0, biases[H, EXTENT] float has what is added to q k by the positions between the token's and the key's.
 // PIECE is H, or the number of heads of all tokens of the launch. The order of sums depends only on positions. next is
 // `recent` with the token's key and value added; if APPENDED is 1, it has them already (attend_append.metal), and next
 // is not written. All other arrays are X.
@@ -135,7 +136,9 @@
         odd = metal::fma(heads[h * D + u * EACH + j + 1], key[j + 1], odd);
       }
     }
-    weights[row * GH + h] = row < earlier ? (even + odd) * scale[0] : NONE;
+    const uint age = offset - top - row;
+    const float bias = EXTENT && age < EXTENT ? float(biases[(head + h) * EXTENT + age]) : 0.0f;
+    weights[row * GH + h] = row < earlier ? (even + odd + bias) * scale[0] : NONE;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -147,7 +150,7 @@
     for (uint i = lane; i < D; i += 32) {
       last = metal::fma(heads[h * D + i], heads[GH * D + i], last);
     }
-    last = lane_sum<32>(last) * scale[0];
+    last = (lane_sum<32>(last) + (EXTENT ? float(biases[(head + h) * EXTENT]) : 0.0f)) * scale[0];
     float largest = own < P ? last : NONE;
     for (uint row = lane; row < P; row += 32) {
       const float score = is_mine ? weights[row * GH + h] : NONE;

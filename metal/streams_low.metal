@@ -2,7 +2,8 @@
 // made[O] = M (v / rms(v) * weight), where v are the N streams of a token, h[N, D] X, side by side. After these
 // products follow the N factors 1 / rms(v) = 1 / sqrt(mean(v^2) + eps[0]). M[O, N * D] has any form (stored.h.metal);
 // weight[N, D] W; made[O + N] float. If ADDS is 1, the output out[D] X of the part before is first added to the
-// streams, times mixing[N], as in streams_scatter.metal, and next[N, D] X gets the result.
+// streams, times mixing[N], as in streams_scatter.metal, and next[N, D] X gets the result. h[GATES, N, D] may have the
+// streams of several gates, each for as many rows of M in turn; of more than one no factors follow.
 //
 // grid: (32 * SG * blocks, 1, 1), threadgroup (32 * SG, 1, 1). A threadgroup has R rows of M, whose columns its threads
 // share. The factor of a stream is applied last, so it is computed together with the products.
@@ -10,6 +11,7 @@
   threadgroup float part[SG * SUMS];
   const uint index = thread_index_in_threadgroup;
   const uint top = threadgroup_position_in_grid.x * R;
+  const device X* streams = h + (GATES > 1 ? top / (O / GATES) * N * D : 0);
   for (uint stream = 0; stream < N; stream++) {
     float acc[R + 1];  // the last one is the sum of squares
     for (uint r = 0; r <= R; r++) {
@@ -25,7 +27,7 @@
             w, (const device S*)scales, (const device G*)biases, row * N * PIECES + at, O * N * PIECES);
       }
       float v[8], by[8], total = 0;
-      codes_x8(h + 8 * at, v);
+      codes_x8(streams + 8 * at, v);
       if (ADDS) {
         float added[8];
         codes_x8(out + 8 * piece, added);
@@ -68,7 +70,7 @@
       }
       const float factor = metal::precise::rsqrt(squares / float(D) + eps[0]);
       whole = metal::fma(sum, factor, whole);
-      if (top + index == 0) {
+      if (GATES == 1 && top + index == 0) {
         made[O + stream] = factor;
       }
     }

@@ -11,15 +11,16 @@ from itertools import accumulate
 import mlx.core as mx
 import mlx.nn as nn
 
-from .kinds import SILU, Activation, Residual, ShortConvolution
+from .kinds import SILU, Activation, GatedConnections, Residual, ShortConvolution
 from .ops import backend
 from .ops.add_normed import Pair, add_normed
 from .ops.backend import AnyArray, Array
 from .ops.convolution import convolved
 from .ops.elementwise import activate, gated, plus, scaled, softcap, split
+from .ops.gated_streams import takes_token, token_mean
 from .ops.launch import ArrayPiece, pack
-from .ops.linear import embed, linear
-from .ops.norm import Norm, layer_norm, rms_norm
+from .ops.linear import embed, linear, row_by_row
+from .ops.norm import Norm, group_norm, layer_norm, rms_norm
 from .ops.route import router_logits
 from .ops.rows import AnyCache
 from .ops.seen import Chosen
@@ -223,14 +224,14 @@ class Convolution(nn.Module):
 
 
 class BranchConvolution(Convolution):
-    """What the output of a layer's part passes before it is added."""
+    """What the output of a layer's part passes before it is added to `residual`, if that is given."""
 
     def __init__(self, rule: ShortConvolution):
         super().__init__(rule.channels, rule.taps)
         self.factor = rule.factor
 
-    def __call__(self, x: Array, cache: AnyCache) -> AnyArray:
-        return convolved(x, cache, self.weight, self.factor)
+    def __call__(self, x: Array, cache: AnyCache, residual: AnyArray = None) -> AnyArray:
+        return convolved(x, cache, self.weight, self.factor, residual=residual)
 
 
 class Embedding(Weight):
@@ -294,8 +295,7 @@ class GroupNorm(nn.Module):
         self.weight, self.eps, self.groups = mx.ones((dims,)), eps, groups
 
     def __call__(self, x: Array) -> Array:
-        parts = rms_norm(x.reshape(*x.shape[:-1], self.groups, -1), None, self.eps)
-        return scaled(parts.reshape(x.shape), self.weight)
+        return group_norm(x, self.weight, self.eps, self.groups)
 
 
 class GatedNorm(nn.Module):
@@ -304,8 +304,21 @@ class GatedNorm(nn.Module):
     def __init__(self, dims: int, eps: float, rank: int):
         super().__init__()
         self.norm, self.down_proj, self.up_proj = RMSNorm(dims, eps), Linear(dims, rank), Linear(rank, dims)
+        self._rule = GatedConnections(1, rank)
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: AnyArray) -> AnyArray:
+        if takes_token(x[:1, :1], self.down_proj, self.up_proj, self._rule):
+            return row_by_row(self._of_rows, x.reshape(-1, x.shape[-1])).reshape(x.shape)
+        return self._plain(x)
+
+    def _of_rows(self, x: mx.array) -> mx.array:
+        """Of rows x [T, D], or of one, which is the only stream of a gated connection."""
+        if len(x) > 1:
+            return self._plain(x)
+        layers = self.norm.weight, self.down_proj, self.up_proj
+        return token_mean(x.reshape(1, 1, -1), *layers, self._rule, self.norm.eps, None)[1].reshape(x.shape)
+
+    def _plain(self, x: Array) -> Array:
         normed = self.norm(x)
         low = self.down_proj(normed)
         return gated(normed, self.up_proj(gated(low, low, "sigmoid")), "sigmoid")

@@ -1090,10 +1090,11 @@ INLINE const float *FN(row_values)(const char *rows, ptrdiff_t n, const RowForm 
 
 /* Attention of one token for up to GQA_HEADS query heads that share a key head. `seen` has up to three runs of cache
  * rows, in order; the bits do not depend on where a run ends. scores: GQA_HEADS rows of `pad` floats. sinks: a logit
- * for each head, or NULL. room: memory to decode CACHE_AHEAD rows of keys or of values, if rows are codes. */
+ * for each head, or NULL. biases: `extent` floats for each head, which are added to products by the distance from the
+ * last row. room: memory to decode CACHE_AHEAD rows of keys or of values, if rows are codes. */
 static TARGET void FN(attend)(const float *q, ptrdiff_t heads, const KvRows *seen, const RowForm *keys,
-                              const RowForm *values, float scale, const float *sinks, float *scores, ptrdiff_t pad,
-                              float *room, float *out) {
+                              const RowForm *values, float scale, const float *sinks, const float *biases,
+                              ptrdiff_t extent, float *scores, ptrdiff_t pad, float *room, float *out) {
     const ptrdiff_t dk = keys->width, dv = values->width;
     const ptrdiff_t at[3] = {0, seen[0].n, seen[0].n + seen[1].n}, n = at[2] + seen[2].n;
     for (int s = 0; s < 3; s++) {
@@ -1104,6 +1105,9 @@ static TARGET void FN(attend)(const float *q, ptrdiff_t heads, const KvRows *see
             for (ptrdiff_t g = 0; g < heads; g++) to[g * pad + i] = FN(dot)(q + g * dk, k, dk) * scale;
         }
     }
+    for (ptrdiff_t g = 0; g < heads; g++)
+        for (ptrdiff_t age = 0; age < min(n, extent); age++)
+            scores[g * pad + n - 1 - age] += biases[g * extent + age] * scale;
     for (ptrdiff_t g = 0; g < heads; g++) FN(softmax)(scores + g * pad, n, sinks ? sinks + g : NULL);
     memset(out, 0, (size_t)(heads * dv) * sizeof *out);
     for (int s = 0; s < 3; s++) {

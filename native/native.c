@@ -33,7 +33,7 @@
 #define GQA_HEADS 8      /* query heads that share one pass over keys and values */
 #define MIN_BLOCK_ROWS 6 /* from so many rounded rows of x on, blocks of eight are faster than four at a time */
 #define UNPACK_ROWS 32   /* rounded rows of x for which the codes of a matrix are unpacked once */
-#define MAX_ARGS 12
+#define MAX_ARGS 13
 #define GLOBAL_UNIT (1.0f / 2688) /* MLX stores a global scale as 448 * 6 times the factor of the scales */
 #define MOST_EXPERTS 4096 /* the scores of a token's experts are on the stack */
 
@@ -1001,9 +1001,10 @@ typedef struct {
     const char *recent; /* keys [kv_heads, recent_rows, Dk], then values, of the positions from `begun` on; or NULL */
     RowForm keys, values;
     const float *sinks;  /* [q_heads] or NULL */
+    const float *biases; /* [q_heads, extent], of one token */
     float *out, *scores;
     float scale;
-    ptrdiff_t tokens, q_heads, kv_heads, capacity, begun, recent_rows, n, window, pad, unit, parts;
+    ptrdiff_t tokens, q_heads, kv_heads, capacity, begun, recent_rows, n, window, pad, unit, parts, extent;
 } Attention;
 
 static KvRows kv_rows_at(const Attention *c, const char *k, const char *v, ptrdiff_t rows, ptrdiff_t kv,
@@ -1027,8 +1028,8 @@ static void attend_job(void *ctx, ptrdiff_t unit, int member) {
     }
     float *scores = c->scores + member * c->unit;
     c->path->attend(c->q + row * c->keys.width, min(GQA_HEADS, group - first), seen, &c->keys, &c->values, c->scale,
-                    c->sinks ? c->sinks + row % c->q_heads : NULL, scores, c->pad, scores + GQA_HEADS * c->pad,
-                    c->out + row * c->values.width);
+                    c->sinks ? c->sinks + row % c->q_heads : NULL, c->biases + row % c->q_heads * c->extent, c->extent,
+                    scores, c->pad, scores + GQA_HEADS * c->pad, c->out + row * c->values.width);
 }
 
 static int run_attend(Attention *c) {
@@ -1159,23 +1160,24 @@ static int run_attend_step(Attention *c, const Token *token, char *recent, ptrdi
 
 /* attend_step(q[Hq, Dk], k[Hkv, Dk], v[Hkv, Dv], q_norm[Dk], k_norm[Dk], eps, cosine[1, R/2], sine[1, R/2],
  * neighbours, keys[Hkv, C, Dk], values[Hkv, C, Dv], begun, recent[Hkv * M * (Dk + Dv)], n, scale, window, sinks[Hq]
- * or [0], out[Hq, Dv], rotates_first). q_norm and k_norm may both be [0]: then there is no norm. Position p < begun is in row p % C
- * of keys and values. keys, values and recent may all be bytes; then a row has the bytes of its RowForm instead of
- * Dk or Dv floats. */
+ * or [0], out[Hq, Dv], rotates_first, biases[Hq * E] or [0]). q_norm and k_norm may both be [0]: then there is no
+ * norm. Position p < begun is in row p % C of keys and values. keys, values and recent may all be bytes; then a row has
+ * the bytes of its RowForm instead of Dk or Dv floats. */
 static PyObject *op_attend_step(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     static const char *const name[] = {"q", "k", "v", "q_norm", "k_norm", "cosine", "sine", "keys", "values", "recent",
-                                       "sinks", "out"};
-    static const int ndim[] = {2, 2, 2, 1, 1, 2, 2, 3, 3, 1, 1, 2}, place[] = {0, 1, 2, 3, 4, 6, 7, 9, 10, 12, 16, 17};
+                                       "sinks", "out", "biases"};
+    static const int ndim[] = {2, 2, 2, 1, 1, 2, 2, 3, 3, 1, 1, 2, 1};
+    static const int place[] = {0, 1, 2, 3, 4, 6, 7, 9, 10, 12, 16, 17, 19};
     Args args = {.n = 0};
-    Py_buffer *b[12];
-    if (!arity(n, 19)) return NULL;
+    Py_buffer *b[13];
+    if (!arity(n, 20)) return NULL;
     Attention c = {.path = path, .tokens = 1};
     Token token = {.eps = (float)PyFloat_AsDouble(a[5]), .neighbours = PyObject_IsTrue(a[8])};
     token.rotates_first = PyObject_IsTrue(a[18]);
     c.begun = PyNumber_AsSsize_t(a[11], PyExc_ValueError), c.n = PyNumber_AsSsize_t(a[13], PyExc_ValueError);
     c.scale = (float)PyFloat_AsDouble(a[14]), c.window = PyNumber_AsSsize_t(a[15], PyExc_ValueError);
     if (PyErr_Occurred()) return NULL;
-    for (int i = 0; i < 12; i++)
+    for (int i = 0; i < 13; i++)
         if (!(b[i] = take(&args, a[place[i]], name[i], i >= 7 && i <= 9 ? ROWS : FLOATS, ndim[i], i == 9 || i == 11)))
             return args_done(&args, 0);
     const Py_ssize_t heads = b[1]->shape[0], width = b[1]->shape[1], wide = b[2]->shape[1], *keys = b[7]->shape;
@@ -1188,8 +1190,10 @@ static PyObject *op_attend_step(PyObject *self, PyObject *const *a, Py_ssize_t n
         !row_form(b[7], "keys", width, coded, &c.keys) || !row_form(b[8], "values", wide, coded, &c.values) ||
         !dim(b[7], "keys", 0, heads) || !dim(b[8], "values", 0, heads) || !dim(b[8], "values", 1, keys[1]) ||
         !multiple("recent", b[9]->len, heads * (c.keys.stride + c.values.stride)) ||
-        !dims2(b[11], "out", b[0]->shape[0], wide) || !disjoint(&args))
+        !dims2(b[11], "out", b[0]->shape[0], wide) ||
+        (b[12]->shape[0] && !multiple("biases", b[12]->shape[0], b[0]->shape[0])) || !disjoint(&args))
         return args_done(&args, 0);
+    c.biases = b[12]->buf, c.extent = b[12]->shape[0] / b[0]->shape[0];
     c.recent_rows = b[9]->len / (heads * (c.keys.stride + c.values.stride)), c.q_heads = b[0]->shape[0];
     if (c.begun < 0 || min(c.begun, c.window) > keys[1] || keys[1] < 1 || c.n <= c.begun ||
         c.n - c.begun > c.recent_rows) {

@@ -127,8 +127,8 @@ typedef struct {
     void (*rms_norm)(const float *, const float *, float, float *, ptrdiff_t);
     void (*rope)(const float *, const float *, const float *, ptrdiff_t, int, float *, ptrdiff_t);
     void (*softmax)(float *, ptrdiff_t, const float *);
-    void (*attend)(const float *, ptrdiff_t, const KvRows *, const RowForm *, const RowForm *, float, const float *, float *,
-                   ptrdiff_t, float *, float *);
+    void (*attend)(const float *, ptrdiff_t, const KvRows *, const RowForm *, const RowForm *, float, const float *,
+                   const float *, ptrdiff_t, float *, ptrdiff_t, float *, float *);
     void (*delta)(const float *, float *, const float *, const float *, const float *, const float *, int, float, float *,
                   ptrdiff_t, ptrdiff_t);
     void (*conv)(float *, const float *, const float *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, float *);

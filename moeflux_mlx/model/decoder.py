@@ -59,9 +59,9 @@ class Decoder(nn.Module):
             self.norm = norm_of(args.layers[-1].residual, args.hidden_size, args.last_norm_eps)
         if connections is not None:
             self.hc_head = connection(connections, args.hidden_size, args.rms_norm_eps, None)
-        has_one = connections is None and not args.layers[0].residual.norms_apart
+        has_one = connections is None and not args.layers[0].residual.parallel
         for layer, following in pairwise(self.layers[i] for i in args.moe_layers):
-            # A table needs the ids. An input says nothing of the next layer's if it is another sum or norm of streams.
+            # A table needs the ids. An input says nothing of the next layer's if it is another sum of streams.
             if layer.mlp.reads_tokens if following.mlp.reads_tokens else has_one:
                 layer.mlp.set_next(following.mlp, following.post_attention_layernorm)
 

@@ -11,8 +11,9 @@ import mlx.nn as nn
 from ..experts.routing import Pieces, RoutedExpertsCall
 from ..kinds import Dense, Experts, Residual, Shortcut
 from ..layers import MLP, OutputNorm, RMSNorm
-from ..ops.backend import AnyArray, Array, library_of, of_kind, zeros_like
+from ..ops.backend import AnyArray, Array, has_kernels, library_of, of_kind, zeros_like
 from ..ops.route import SCORES
+from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
 from .moe import (
     BeforeExperts,
@@ -86,8 +87,8 @@ class SharingMoE(MoE):
         self._is_apart, self._adds = True, not residual.adds_itself
         self._each = part.shared.width // part.router.shared
 
-    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
-        before = super().choose(residual, norm, predict, tokens)
+    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, *more: AnyArray) -> BeforeExperts:
+        before = super().choose(residual, norm, predict, *more)
         weights, beside = self._shares(before.x, before.logits, before.weights, residual)
         return before._replace(residual=beside, weights=weights, host_copy=[])
 
@@ -101,7 +102,7 @@ class SharingMoE(MoE):
     def _shares(self, x: AnyArray, logits: AnyArray, scores: AnyArray, residual: AnyArray) -> tuple[AnyArray, AnyArray]:
         """The weights [T, K] of the routed experts by their scores, and the shared experts' output, which they add."""
         own = SCORES[self.rule.score](logits[:, self.rule.experts :])
-        factor = self._scale / (scores.sum(axis=-1, keepdims=True) + own.sum(axis=-1, keepdims=True))
+        factor = self._scale / (_sum(scores) + _sum(own))
         if "output_scale" in self:
             factor = factor * of_kind(self.output_scale, factor)
         of_rows = library_of(x).repeat(own * factor, self._each, axis=-1)
@@ -115,11 +116,20 @@ class SharingMoE(MoE):
         """None: their weights are not known yet."""
 
 
+def _sum(scores: AnyArray) -> AnyArray:
+    """[T, 1] of [T, K]; of the rows of a step on a GPU by additions, which a compiled step joins with what follows."""
+    if not has_kernels() or len(scores) > MAX_TOKENS:
+        return scores.sum(axis=-1, keepdims=True)
+    return sum((scores[:, i : i + 1] for i in range(1, scores.shape[1])), scores[:, :1])
+
+
 class MoEBetweenStreams(MoE):
     """An `MoE` that adds its output to nothing: a connection adds it to several streams, or a residual to a stream."""
 
-    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
-        before = super().choose(residual, norm, predict, tokens)
+    keeps_stream: ClassVar[bool] = False
+
+    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, *more: AnyArray) -> BeforeExperts:
+        before = super().choose(residual, norm, predict, *more)
         return before._replace(residual=zeros_like(residual))
 
     def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
@@ -163,8 +173,8 @@ class ShortcutMoE(MoE):
         super().__init__(part, hidden_size, layer, experts, residual, eps)
         self._is_apart, self._count = True, part.router.experts
 
-    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
-        before = super().choose(residual, norm, predict, tokens)
+    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, *more: AnyArray) -> BeforeExperts:
+        before = super().choose(residual, norm, predict, *more)
         ids, weights, own = without_identities(before.ids, before.weights, self._count)
         returned = (own.astype(before.x.dtype) * before.x).reshape(residual.shape)
         return before._replace(residual=returned, ids=ids, weights=weights, host_copy=[])

@@ -145,7 +145,8 @@ class DecoderLayer(nn.Module):
             chosen.take(handed)
             return self._added(self.mlp.run_experts(BeforeExperts(*parts)), kept, behind)
         x, *kept = self._mixed(h, caches, chosen, tokens)
-        return self._added(self.mlp.forward(x, self._second_norm, self._ids(x, tokens)), kept, behind)
+        out = self.mlp.forward(x, self._second_norm, self._ids(x, tokens), *self._stream(kept))
+        return self._added(out, kept, behind)
 
     def _parted(self, caches: Caches) -> tuple[Caches, AnyCache | None]:
         """The caches of what comes before the feed-forward part, and that of the convolution of its output."""
@@ -179,7 +180,11 @@ class DecoderLayer(nn.Module):
     ) -> tuple[list[AnyArray], BeforeExperts]:
         """All before the experts, for a traced token: what `residual.added` takes besides, and what they take."""
         x, *kept = self._mixed(h, caches, chosen, tokens)
-        return kept, self.mlp.choose(x, self._second_norm, predict, self._ids(x, tokens))
+        return kept, self.mlp.choose(x, self._second_norm, predict, self._ids(x, tokens), *self._stream(kept))
+
+    def _stream(self, kept: Sequence[AnyArray]) -> Sequence[AnyArray]:
+        """The stream by which the next layer's choice is predicted, if the experts' input is normed before them."""
+        return kept[:1] if isinstance(self.mlp, MoE) and isinstance(self.residual, NormedApart) else ()
 
     def finish(self, x: AnyArray, kept: Sequence[AnyArray], ids: np.ndarray) -> AnyArray:
         """The output for a token of a layer that `may_be_queued`, from the input of its feed-forward part, what the

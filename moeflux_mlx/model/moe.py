@@ -99,7 +99,7 @@ class MoE(nn.Module):
         self._is_apart = False  # whether the kernels of the routed experts do not take the shared expert
         self._add_parts(part, hidden_size, residual, eps)
         self.arrange()
-        self._following: Callable[[], tuple[MoE, RMSNorm]] | None = None
+        self._following: Callable[[], tuple[MoE, Callable[[AnyArray], AnyArray]]] | None = None
 
     def _add_parts(self, part: Experts, hidden_size: int, residual: Residual, eps: float) -> None:
         """The parameters of the kind."""
@@ -113,26 +113,35 @@ class MoE(nn.Module):
             mx.eval(weight)
             self._gate_norm = ConstantNorm(weight, self.gate_norm.eps)
 
-    def set_next(self, following: "MoE", norm: RMSNorm) -> None:
+    def set_next(self, following: "MoE", norm: Callable[[AnyArray], AnyArray]) -> None:
         """`following` is the next MoE block, and `norm` the norm before it."""
         # In a function, so that the next layer does not become a submodule.
         self._following = lambda: (following, norm)
 
-    def forward(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> Array:
-        """`residual` [B, L, D] plus the block's output for it, normed; `tokens` as in `prepare`."""
+    def forward(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None, stream: AnyArray = None) -> Array:
+        """`residual` [B, L, D] plus the block's output for it, normed; `tokens` as in `prepare`, `stream` as in
+        `choose`.
+        """
         B, L, _ = residual.shape
         if B * L > MAX_TOKENS:
             return finished(self.finish_span(self.prepare(residual, norm, tokens)))
-        return self.run_experts(self.choose(residual, norm, self.should_predict(B * L), tokens))
+        return self.run_experts(self.choose(residual, norm, self.should_predict(B * L), tokens, stream))
 
-    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
+    def choose(
+        self,
+        residual: AnyArray,
+        norm: RMSNorm | None,
+        predict: bool,
+        tokens: AnyArray = None,
+        stream: AnyArray = None,
+    ) -> BeforeExperts:
         """Everything before the experts, for up to `MAX_TOKENS` tokens, residual [B, L, D]. `predict`: also predicts
-        the experts of the next MoE block. `tokens`: ids [B, L], if it `reads_tokens`. It reads no value, so it can be
-        traced.
+        the experts of the next MoE block. `tokens`: ids [B, L], if it `reads_tokens`. `stream`: what `residual` was
+        made of, if it is normed; None: itself. It reads no value, so it can be traced.
         """
         x, logits, gates = self._routed(residual, norm)
         choice = self.route_with_host_copy(logits, tokens)
-        predicted = self._predict_next(residual, tokens) if predict else None
+        predicted = self._predict_next(residual if stream is None else stream, tokens) if predict else None
         beside = self._shared_output(residual, x, gates) if self._is_apart else None
         return BeforeExperts(residual, self._latent(x), logits, gates, *choice, predicted, beside)
 
@@ -222,7 +231,10 @@ class MoE(nn.Module):
         if following.rule.table is not None:
             ids = table_rows(following.tid2eid, tokens.reshape(-1))
             return ids, (ids * 0 + 1).astype(backend.library_of(ids).float32), []
-        return following.route_with_host_copy(following._routed(rows, norm)[1])
+        given = (
+            (rows, norm) if isinstance(norm, RMSNorm) else (norm(rows), None)
+        )  # the others are launches of their own
+        return following.route_with_host_copy(following._routed(*given)[1])
 
     def _as_routing(self, predicted: tuple[Array, Array, Sequence[mx.array]] | None) -> Routing | None:
         if predicted is None or self._following is None:
@@ -357,8 +369,8 @@ class InputScalingMoE(MoE):
         assert part.shared is not None, "no family scales the input of experts without a shared one"
         self._is_apart = True
 
-    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
-        before = super().choose(residual, norm, predict, tokens)
+    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, *more: AnyArray) -> BeforeExperts:
+        before = super().choose(residual, norm, predict, *more)
         x, weights = scaled_input(before.x, before.weights)
         return before._replace(residual=before.beside, x=x, weights=weights, host_copy=[], beside=None)
 

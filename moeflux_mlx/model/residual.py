@@ -12,10 +12,11 @@ import mlx.nn as nn
 
 from ..kinds import WeighedSum
 from ..layers import BranchConvolution, Caches, MixerModule, OutputNorm, RMSNorm, ScaledNorm
+from ..ops.add_normed import add_weighed
 from ..ops.backend import AnyArray, Array, library_of
-from ..ops.elementwise import scaled, split
-from ..ops.norm import rms_norm
+from ..ops.elementwise import split
 from ..ops.seen import Chosen
+from .streams import MIXERS, MLP
 
 
 class OneStream:
@@ -78,7 +79,7 @@ class ConvolvedStream(OneStream):
     def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
         """The stream with the mixer's output, as the feed-forward part's input, and once more for `added`."""
         out = self.mixer.mixed(h, self.norm, caches, chosen)
-        h = h + self.convolution(out, caches[-1])
+        h = self.convolution(out, caches[-1], h)
         return h, h
 
     def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
@@ -104,9 +105,8 @@ class WeighedParts(nn.Module):
         mx.eval(self._stream_weight)
 
     def __call__(self, h: Array, made: Array) -> AnyArray:
-        normed: AnyArray = self.norm(made) if "norm" in self else rms_norm(made, None, self.rule.eps)
-        joined: AnyArray = scaled(h, self._stream_weight) + scaled(normed, self.part_weight)
-        return joined.astype(h.dtype)
+        scale = self.norm.weight if "norm" in self else None
+        return add_weighed(h, made, (self._stream_weight, self.part_weight), self.rule.eps, scale)
 
 
 class WeighedStream(NormedApart):
@@ -177,12 +177,11 @@ class ToldStreams(SeveralStreams):
     def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
         streams, sums = split(h, h.shape[-1] - self.told)
         *of_inputs, of_mlp = self.messages(sums)
-        (x,), width, library = self.before.gather(streams), of_mlp.shape[-1], library_of(h)
+        (x,), width = self.before.gather(streams), of_mlp.shape[-1]
         inputs = [x] * 3 if x.shape[-1] == width else split(x, width, 2 * width)
-        gates = zip((self.gates.q, self.gates.k, self.gates.v), inputs, of_inputs, strict=True)
-        x = library.concatenate([gate(own, message) for gate, own, message in gates], axis=-1)
+        x = self.gates(MIXERS, inputs, of_inputs)
         x, streams = self._behind_mixer(streams, x, caches, chosen)
-        return self.gates.mlp(x, of_mlp), streams, sums
+        return self.gates(MLP, [x], [of_mlp]), streams, sums
 
     def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
         streams, sums = kept

@@ -1,6 +1,6 @@
 """The modules between several residual streams and the parts of a layer, and those after the last layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -11,7 +11,7 @@ from ..layers import Linear, RMSNorm, Stack, packed
 from ..ops import backend, block_sums
 from ..ops.backend import AnyArray, Array, library_of
 from ..ops.elementwise import float32, sigmoid, split
-from ..ops.gated_streams import Behind, gated_mean, injected, takes_token, token_mean
+from ..ops.gated_streams import Behind, gated_mean, injected, let_in, takes_messages, takes_token, token_mean
 from ..ops.norm import rms_norm
 from ..ops.streams import (
     Mapping,
@@ -267,8 +267,7 @@ class NormedBlockSum(nn.Module):
 
     def gather_behind(self, h: AnyArray, out: AnyArray) -> tuple[AnyArray, ...]:
         """The sums behind the part before, whose output is `out`, and `gather` of them."""
-        sums = library_of(h).concatenate([h, out], axis=-1) if self.begins else block_sums.added(h, out)
-        return sums, *self.gather(sums)
+        return block_sums.mixed_behind(h, out, self._queries, self.eps, self.begins, normed=True)
 
     def last(self, h: Array) -> AnyArray:
         """The stream behind the last layer."""
@@ -277,6 +276,9 @@ class NormedBlockSum(nn.Module):
     def scatter(self, h: Array, out: Array) -> AnyArray:
         """The sums behind the part."""
         return block_sums.added(h, out)
+
+
+MIXERS, MLP = ("q", "k", "v"), ("mlp",)  # the gates of a mixer's inputs, and that of a feed-forward part's
 
 
 class MessageGate(nn.Module):
@@ -302,7 +304,30 @@ class MessageGates(nn.Module):
 
     def __init__(self, hidden_size: int, rank: int, eps: float):
         super().__init__()
+        self.eps = eps
         self.q, self.k, self.v, self.mlp = (MessageGate(hidden_size, rank, eps) for _ in range(4))
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Joins the matrices of gates that are used together; called again once they have their tensors."""
+        self._of_mixer, self._of_mlp = (
+            (
+                Stack(*(self[name].down_proj for name in names)),
+                Stack(*(matrix for name in names for matrix in (self[name].forget_proj, self[name].gain_proj))),
+            )
+            for names in (MIXERS, MLP)
+        )
+
+    def __call__(self, names: Sequence[str], inputs: Sequence[Array], messages: Sequence[Array]) -> AnyArray:
+        """The inputs [B, L, D] with their messages let in by the gates `names`, `MIXERS` or `MLP`, side by side."""
+        low, up = (stack.stacked for stack in (self._of_mlp if names == MLP else self._of_mixer))
+        pairs: list[Any] = list(zip(inputs, messages, strict=True))
+        if takes_messages(inputs[0], low, up, len(names)):
+            assert low is not None and up is not None
+            both = mx.concatenate([one for pair in pairs for one in pair], axis=-1)
+            return let_in(both, low, up, self.eps, len(names))
+        made = [self[name](*pair) for name, pair in zip(names, pairs, strict=True)]
+        return made[0] if len(made) == 1 else library_of(made[0]).concatenate(made, axis=-1)
 
 
 class MessageQueries(nn.Module):

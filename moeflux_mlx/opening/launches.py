@@ -16,12 +16,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..kinds import BlockSums, Connections, Mixer, NGrams, streams_before
-from ..layers import GatedNorm, Linear, RMSNorm, Weight
+from ..kinds import BlockSums, Connections, Mixer, NGrams, WeighedSum, streams_before
+from ..layers import BranchConvolution, GatedNorm, Linear, RMSNorm, Weight, norm_of
 from ..mixers.registry import make_caches, module_of, stored_forms
 from ..model.feed_forward import feed_forward_of
 from ..model.ngrams import NGramLayer
-from ..model.streams import MessageGates, connection
+from ..model.residual import WeighedParts
+from ..model.streams import MIXERS, MLP, MessageGates, MessageQueries, connection
 from ..ops import backend
 from ..ops.backend import AnyArray
 from ..ops.forms import DTYPES
@@ -185,16 +186,22 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, bool]]
             yield f"{mixer.title}, {moment}", layers, _late(mix, shapes.dtype, length), True
     if residual.gate_rank:
         yield from _gated_norms(shapes)
+    elif residual.norm_groups > 1:
+        made = norm_of(residual, args.hidden_size, args.rms_norm_eps)
+        _fill(made, "model.norm.", shapes)
+        yield "norms of parts", range(args.num_hidden_layers), partial(_of_rows, made), False
+    if residual.weighed is not None:
+        yield "weighed sums", range(args.num_hidden_layers), _weighed(shapes, residual.weighed), False
+    if residual.convolved:
+        yield "convolutions of outputs", range(args.num_hidden_layers), _convolved(shapes), False
     if args.connections is not None:
-        for _, layers in _kinds([_sums(args, i) for i in range(args.num_hidden_layers)]):
+        for _, layers in _kinds([(*_sums(args, i), args.mixers[i].inputs) for i in range(args.num_hidden_layers)]):
             yield "streams", layers, _between(shapes, args.connections, layers[0]), False
         yield "streams, after the last layer", (), _behind(shapes, args.connections), False
         again = [i for i, layer in enumerate(args.layers) if layer.passes > 1]
         if again:
             assert isinstance(args.connections, BlockSums) and args.connections.messages is not None
-            gates = MessageGates(args.hidden_size, args.connections.messages.rank, args.rms_norm_eps)
-            _fill(gates, f"model.layers.{again[0]}.controllers.", shapes)
-            yield "messages", again, lambda x, _: [gate(x, x) for gate in gates.children().values()], False
+            yield "messages", again, _messages(shapes, args.connections, again[0]), False
     for layer, part in args.ngrams.items():
         yield "n-grams", [layer], _of_ngrams(shapes, layer, part), False
     parts = [(layer.feed_forward, records.get(i), _forms(shapes, i, True)) for i, layer in enumerate(args.layers)]
@@ -219,6 +226,45 @@ def _gated_norms(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, 
         module: Any = GatedNorm(args.hidden_size, args.rms_norm_eps, args.layers[0].residual.gate_rank)
         _fill(module, f"model.layers.{layers[0]}.{name}.", shapes)
         yield f"gates of {name}", layers, partial(_of_rows, module), False
+
+
+def _convolved(shapes: Shapes) -> Compute:
+    """The convolutions behind the parts of a layer."""
+    mixer, adds = shapes.args.mixers[0], shapes.args.connections is None
+    assert mixer.branches is not None
+    made: Any = BranchConvolution(mixer.branches)
+    _fill(made, "model.layers.0.attn_sconv.", shapes)
+
+    def run(x: AnyArray, caches: Any) -> None:
+        made(x, caches(mixer)[-2], x + 0 if adds else None)  # another array: a launch takes each once
+        made(x, caches(mixer)[-1])
+
+    return run
+
+
+def _messages(shapes: Shapes, rule: BlockSums, layer: int) -> Compute:
+    """Messages between passes over a layer, and what lets them into the inputs of its parts."""
+    args, messages = shapes.args, rule.messages
+    assert messages is not None
+    queries: Any = MessageQueries(rule, args.hidden_size, args.rms_norm_eps)
+    gates: Any = MessageGates(args.hidden_size, messages.rank, args.rms_norm_eps)
+    _fill(queries, "model.messages.", shapes)
+    _fill(gates, f"model.layers.{layer}.controllers.", shapes)
+
+    def run(x: AnyArray, caches: Any) -> None:
+        *of_mixer, of_mlp = queries.messages(layer, spread(x, rule.told))
+        gates(MIXERS, [x] * 3, of_mixer)
+        gates(MLP, [x], [of_mlp])
+
+    return run
+
+
+def _weighed(shapes: Shapes, rule: WeighedSum) -> Compute:
+    """The sums of the stream and the output of a part, of a mixer and of experts."""
+    sums: list[Any] = [WeighedParts(shapes.args.hidden_size, rule, has_scale) for has_scale in (False, True)]
+    for made, name in zip(sums, ("mixer_sum", "output_sum"), strict=True):
+        _fill(made, f"model.layers.0.{name}.", shapes)
+    return lambda x, _: [made(x, x + 0) for made in sums]  # another array: a launch takes each once
 
 
 def _of_rows(module: Any, x: AnyArray, caches: Any) -> Any:
@@ -288,14 +334,16 @@ def _sums(args: ModelArgs, layer: int) -> tuple[int, int]:
 def _between(shapes: Shapes, rule: Connections, layer: int) -> Compute:
     """The computations between the streams and the parts of a layer, by kind."""
     args = shapes.args
-    made = connection(rule, args.hidden_size, args.rms_norm_eps, layer)
-    _fill(made, f"model.layers.{layer}.attn_hc.", shapes)
+    sizes, inputs = (args.hidden_size, args.rms_norm_eps, layer), args.mixers[layer].inputs
+    before, behind = connection(rule, *sizes, inputs), connection(rule, *sizes)
+    _fill(before, f"model.layers.{layer}.attn_hc.", shapes)
+    _fill(behind, f"model.layers.{layer}.ffn_hc.", shapes)
 
     def run(x: AnyArray, caches: Any) -> None:
         h = spread(x, streams_before(rule, layer)) + 0  # another array than the output x: a launch takes each once
-        _, *mixing = made.gather(h)
-        h, _, *mixing = made.gather_behind(h, x, *mixing)
-        made.scatter(h, x, *mixing)
+        _, *mixing = before.gather(h)
+        h, _, *mixing = behind.gather_behind(h, x, *mixing)
+        behind.scatter(h, x, *mixing)
 
     return run
 

@@ -1,14 +1,16 @@
-"""Adds the normed output of a layer's part to the stream; for the rows of a step on a GPU in one launch."""
+"""Adds the normed output of a layer's part to the stream, perhaps each with weights; for the rows of a step on a GPU in
+one launch.
+"""
 
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from . import backend
-from .backend import AnyArray, Array
+from .backend import AnyArray
 from .elementwise import scaled
-from .launch import Kernel, Launch, Reason
-from .norm import Norm
+from .launch import NO_KERNELS, Kernel, Launch, Reason
+from .norm import Norm, rms_norm
 from .tiles import MAX_TOKENS, planned
 
 ADD_NORMED = Kernel("add_normed", "h made made_weight beside beside_weight weight eps factor", "out")
@@ -29,20 +31,40 @@ class Pair(NamedTuple):
         return self.made_norm(self.made) + self.beside_norm(self.beside)
 
 
-def add_normed(h: Array, made: Array | Pair, norm: Norm, factor: mx.array | None = None) -> Array:
+def add_normed(h: AnyArray, made: AnyArray | Pair, norm: Norm, factor: mx.array | None = None) -> AnyArray:
     """(h + norm(made)) * factor, with h and made [..., D]; the norms of a `Pair` have `norm`'s eps. `factor` [1], or
     None for 1.
     """
-    if isinstance(h, mx.array):
-        rows, width = h.size // h.shape[-1], h.shape[-1]
-        launch = plan(
-            backend.name(), min(rows, MAX_TOKENS + 1), width, h.dtype, isinstance(made, Pair), factor is not None
-        )
-        if not isinstance(launch, Reason):
-            out = launch(h, *_inputs(made, norm), norm.weight, norm.eps, norm.weight if factor is None else factor)[0]
-            return out.reshape(h.shape)
+    launch = _planned(h, isinstance(made, Pair), factor is not None, 0)
+    if not isinstance(launch, Reason):
+        out = launch(h, *_inputs(made, norm), norm.weight, norm.eps, norm.weight if factor is None else factor)[0]
+        return out.reshape(h.shape)
     joined: AnyArray = h + norm(made.sum() if isinstance(made, Pair) else made)
     return joined if factor is None else scaled(joined, factor)
+
+
+def add_weighed(
+    h: AnyArray, made: AnyArray, weights: tuple[mx.array, mx.array], eps: float, scale: mx.array | None
+) -> AnyArray:
+    """h times the first of `weights` [D], plus made * scale, normed without a weight, times the second; all rows
+    [..., D]. `scale` [D]: None for 1.
+    """
+    kept, own = weights
+    launch = _planned(h, False, False, 1 if scale is None else 2)
+    if not isinstance(launch, Reason):
+        out = launch(h, made, own if scale is None else scale, made, kept, own, eps, own)[0]
+        return out.reshape(h.shape)
+    normed = rms_norm(made if scale is None else scaled(made, scale), None, eps)
+    joined: AnyArray = scaled(h, kept) + scaled(normed, own)
+    return joined.astype(h.dtype)
+
+
+def _planned(h: AnyArray, is_pair: bool, has_factor: bool, weighed: int) -> Launch | Reason:
+    """The launch for rows h [..., D]."""
+    if not isinstance(h, mx.array):
+        return NO_KERNELS
+    rows, width = min(h.size // h.shape[-1], MAX_TOKENS + 1), h.shape[-1]
+    return plan(backend.name(), rows, width, h.dtype, is_pair, has_factor, weighed)
 
 
 def _inputs(made: AnyArray, norm: Norm) -> tuple[AnyArray, ...]:
@@ -53,10 +75,13 @@ def _inputs(made: AnyArray, norm: Norm) -> tuple[AnyArray, ...]:
 
 
 @planned("add_normed")
-def plan(target: str, rows: int, width: int, dtype: mx.Dtype, is_pair: bool, has_factor: bool) -> Launch | Reason:
+def plan(
+    target: str, rows: int, width: int, dtype: mx.Dtype, is_pair: bool, has_factor: bool, weighed: int
+) -> Launch | Reason:
     if rows > MAX_TOKENS:
         return Reason(f"there are more than {MAX_TOKENS} rows")
     if width > WIDEST:
         return Reason(f"rows of {width} values are wider than {WIDEST}")
     template = {"X": dtype, "D": width, "SG": SIMDGROUPS, "PAIR": int(is_pair), "FACTOR": int(has_factor)}
+    template["WEIGHED"] = weighed
     return Launch(target, ADD_NORMED, template, (1, rows), 32 * SIMDGROUPS, [((rows, width), dtype)])

@@ -103,6 +103,11 @@ def kernels_take(x: AnyArray, refusal: Callable[..., Reason | None], *case: obje
     return not isinstance(x, np.ndarray) and not refusal(name(), *case)
 
 
+def native_takes(x: AnyArray, refusal: Callable[..., Reason | None], *case: object) -> TypeGuard[np.ndarray]:
+    """Whether a native form computes with x: it is numpy's, and `refusal` has no reason against the case."""
+    return isinstance(x, np.ndarray) and not refusal(*case)
+
+
 def settle_weights(parameters: object) -> None:
     """Moves weights that the native kernels will read into huge pages."""
     if mx.default_device() == mx.cpu and native.available():

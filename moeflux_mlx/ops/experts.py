@@ -317,7 +317,7 @@ def expert_down_combine(
         RequestError: a shape or dtype the kernels do not take.
     """
     if norm is not None:
-        rows, rest = _each(act, slots, records, alone), residual.reshape(len(weights), -1)
+        rows, rest = each_down(act, slots, records, alone), residual.reshape(len(weights), -1)
         places = backend.arange(len(rows), backend.library_of(rows)).reshape(weights.shape)
         return combined(rows, places, weights, rest, shared, norm).reshape(residual.shape)
     if isinstance(act, np.ndarray):
@@ -339,7 +339,7 @@ def expert_down_combine(
     return out
 
 
-def _each(act: AnyArray, slots: AnyArray, records: Records, alone: bool) -> AnyArray:
+def each_down(act: AnyArray, slots: AnyArray, records: Records, alone: bool) -> AnyArray:
     """down_k act[k] + its bias for each expert of each token, float32 [T * K, H]."""
     act, slots, parts = act.reshape(slots.size, 1, -1), slots.reshape(-1, 1), list[AnyArray]()
     for start in range(0, len(act), MAX_TOKENS):

@@ -1,4 +1,5 @@
-"""Gated connections between several residual streams (transformers, `Qwen4ExpTextGatedResidual`).
+"""Gated connections between several residual streams (transformers, `Qwen4ExpTextGatedResidual`), and gates that let
+messages into inputs of parts (`Messages`).
 
 For a single token a GPU computes a part's input in two launches, of which the first also adds the output of the part
 before; after a layer's last part a launch only adds. The kernels compute in float32 up to their results.
@@ -102,11 +103,52 @@ def plan_mean(
     """The launch of the products with the normed streams, which `adds` to them first, and that of the mean."""
     (width, rows), n = shapes, rule.streams
     common = {"X": types[0], "W": types[1], "N": n, "D": width // n, "O": rows}
-    template = common | {"R": ROWS, "SG": SIMDGROUPS, "ADDS": int(adds)} | stored_template(forms[0])
+    template = common | {"R": ROWS, "SG": SIMDGROUPS, "ADDS": int(adds), "GATES": 1} | stored_template(forms[0])
     made: list[tuple[Shape, mx.Dtype]] = [((rows + n,), mx.float32)]
     made += [((1, 1, width if adds else LEAST_ELEMENTS), types[0])]  # streams, if there are new ones
     products = Launch(target, LOW, template, (ceildiv(rows, ROWS), 1), 32 * SIMDGROUPS, made)
     lanes = lanes_of(rule.rank // 8, LANES)
-    template = common | {"LOW": rule.rank, "L": lanes, "T": THREADS} | stored_template(forms[1])
+    template = common | {"LOW": rule.rank, "L": lanes, "T": THREADS, "GATES": 0} | stored_template(forms[1])
     outputs = [((1, 1, width // n), types[0]), ((1, 1, n), mx.float32)]
     return products, Launch(target, MEAN, template, (ceildiv(width // n * lanes, THREADS), 1), THREADS, outputs)
+
+
+def takes_messages(x: AnyArray, low: Weights | None, up: Weights | None, gates: int) -> bool:
+    """Whether `let_in` takes inputs [B, L, D] and these matrices; None: they are not joined."""
+    if low is None or up is None or not kernels_take(x, refusal, x.shape[0] * x.shape[1]):
+        return False
+    is_odd = x.shape[-1] % 8 or up.shape[1] % ROWS or low.shape[0] != gates * up.shape[1]
+    return not (is_odd or form_refusal(low.quant, low.shape[1]) or form_refusal(up.quant, up.shape[1]))
+
+
+def let_in(h: mx.array, low: Weights, up: Weights, eps: float, gates: int) -> AnyArray:
+    """The inputs [1, 1, gates * D] with messages let in.
+
+    Args:
+        h: [1, 1, gates * 2 * D], of each gate the input and then the message.
+        low: [gates * rank, 2 * D].
+        up: [gates * 2 * D, rank], of each gate the rows that forget and then those that gain.
+    """
+    (w_low, low_form), (w_up, up_form) = stored(low), stored(up)
+    sizes = h.shape[-1] // (2 * gates), up.shape[1], gates
+    products, mean = plan_messages(backend.name(), sizes, h.dtype, (low_form, up_form))
+    made, _ = products(h, h, h, backend.constant(1.0, (2 * sizes[0],)), eps, *w_low)
+    x, _ = mean(h, h, made, *w_up)
+    return x
+
+
+@planned("gated_streams")
+def plan_messages(
+    target: str, sizes: tuple[int, int, int], dtype: mx.Dtype, forms: tuple[StoredForm, StoredForm]
+) -> tuple[Launch, Launch]:
+    """The launches of `let_in`, for this width, rank, and number of gates."""
+    width, rank, gates = sizes
+    common = {"X": dtype, "N": 2, "D": width, "GATES": gates, "O": gates * rank}
+    template = common | {"W": mx.float32, "R": ROWS, "SG": SIMDGROUPS, "ADDS": 0} | stored_template(forms[0])
+    made = [((gates * rank + 2,), mx.float32), ((LEAST_ELEMENTS,), dtype)]  # of one gate with the factors
+    products = Launch(target, LOW, template, (ceildiv(gates * rank, ROWS), 1), 32 * SIMDGROUPS, made)
+    lanes = lanes_of(rank // 8, LANES)
+    template = common | {"LOW": rank, "L": lanes, "T": THREADS} | stored_template(forms[1])
+    outputs = [((1, 1, gates * width), dtype), ((LEAST_ELEMENTS,), mx.float32)]
+    blocks = gates * ceildiv(width * lanes, THREADS)
+    return products, Launch(target, MEAN, template, (blocks, 1), THREADS, outputs)

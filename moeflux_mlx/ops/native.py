@@ -338,6 +338,7 @@ def attend_step(
     window: int | None = None,
     sinks: Buffer | None = None,
     rotates_first: bool = False,
+    biases: Buffer | None = None,
 ) -> np.ndarray:
     """A token's queries and key normed and turned (or turned and normed), its key and value kept; `attend` of it.
 
@@ -346,12 +347,14 @@ def attend_step(
     positions lie there, position p in row p % C. The ones after those lie in `recent`, keys [Hkv, M, Dk] and then
     values [Hkv, M, Dv] in one row; position `length - 1`, the token's own, is written there. The bits are those of
     `rms_norm`, `rope` and `attend` over one array. Where the three arrays are uint8, their rows are those of `kv_rows`
-    in place of Dk or Dv floats, and the token's own is rounded like them.
+    in place of Dk or Dv floats, and the token's own is rounded like them. biases: [Hq * E], of each head what is added
+    to its products of q and k by the distance of positions; nothing from E on.
     """
     out = np.empty((q.shape[0], v.shape[1]), np.float32)
     limits = window or length or 1, NOTHING if sinks is None else sinks
+    last = out, rotates_first, NOTHING if biases is None else biases
     extension().attend_step(
-        q, k, v, *(norms or (NOTHING, NOTHING, 0.0)), *turn, *seen, recent, length, scale, *limits, out, rotates_first
+        q, k, v, *(norms or (NOTHING, NOTHING, 0.0)), *turn, *seen, recent, length, scale, *limits, *last
     )
     return out
 

@@ -14,12 +14,11 @@ from . import backend
 from .backend import AnyArray, computes_at_once, library_of, of_kind
 from .dequantize import dense
 from .elementwise import sigmoid
-from .experts import expert_down_combine, of_kinds
+from .experts import each_down, expert_down_combine, of_kinds
 from .grouped import NATIVE_ROWS, combined
 from .linear import multiply
 from .matrix import Part
 from .records import Records
-from .tiles import MAX_TOKENS
 
 COPIED = 8  # matrices that are copied at a time; at most two such groups are in memory
 
@@ -28,18 +27,8 @@ def step_values(x: AnyArray, slots: AnyArray, weights: AnyArray, records: Record
     """[T, rows] of the rows of a step, x [T, D], slots of the records and weights [T, K]."""
     records, slots = of_kinds(x, records, slots)
     (T, K), library = slots.shape, library_of(x)
-    each, flat = library.repeat(x, K, axis=0), slots.reshape(-1, 1)
-    ends = range(0, T * K, MAX_TOKENS)  # a kernel takes no more
-    made = [_products(each[i : i + MAX_TOKENS], flat[i : i + MAX_TOKENS], records, alone=True) for i in ends]
-    rows = made[0] if len(made) == 1 else library.concatenate(made)
-    return _weighed(rows, backend.arange(T * K, library).reshape(T, K), weights)
-
-
-def _products(x: AnyArray, slots: AnyArray, records: Records, alone: bool) -> AnyArray:
-    """[P, rows] of each row of x [P, D] with the matrix in its own slot [P, 1]. `alone`: as `expert_down_combine`."""
-    ones = of_kind(backend.constant(1.0, slots.shape) if alone else mx.ones(slots.shape), x)
-    zeros = backend.zeros_like(x, (len(x), records.record.hidden_size))
-    return expert_down_combine(x[:, None], slots, records, ones, zeros, alone=alone)
+    made = each_down(library.repeat(x, K, axis=0), slots, records, alone=True).astype(x.dtype)
+    return _weighed(made, backend.arange(T * K, library).reshape(T, K), weights)
 
 
 def _weighed(products: AnyArray, where: AnyArray, weights: AnyArray) -> AnyArray:
@@ -88,12 +77,13 @@ class ValueRows:
         return self._x[of_kind(self._order[start:stop] // self._shape[1], self._x)]
 
     def _native(self, some: slice, slots: np.ndarray, records: Records) -> list[np.ndarray]:
-        first, owners = self._ends[some.start], np.repeat(slots, self._counts[some]).astype(np.int32)
-        return [
-            _products(self._rows(first + i, first + i + len(own)), own[:, None], records, alone=False)
-            for i in range(0, len(owners), NATIVE_ROWS)
-            for own in [owners[i : i + NATIVE_ROWS]]
-        ]
+        first, owners, made = self._ends[some.start], np.repeat(slots, self._counts[some]).astype(np.int32), []
+        for i in range(0, len(owners), NATIVE_ROWS):
+            own = owners[i : i + NATIVE_ROWS, None]
+            x = self._rows(first + i, first + i + len(own))
+            ones, zeros = np.ones(own.shape, np.float32), np.zeros((len(own), records.record.hidden_size), np.float32)
+            made.append(expert_down_combine(x[:, None], own, records, ones, zeros, alone=False))
+        return made
 
     def _copied(self, first: int, slots: np.ndarray, records: Records) -> mx.array:
         """The products of the experts from number `first` on, one for each of the slots."""

@@ -60,6 +60,7 @@ from moeflux_mlx.spec import ModelArgs, variants
 WARMUP = 16  # tokens after a prompt that do not count
 TABLE = {"ngram_vocab_size_base": 20_000, "split_ngram_parts": 1}
 TABLE_QUANT = Quant(4, 32)  # its rows have 160 values
+MODULES = {"hunyuan_v1_moe": "hunyuan", "inkling_mm_model": "inkling"}  # theirs, where they are not the model_type
 QUIET = ("Broadcast", "ExpandDims", "Squeeze", "Reshape", "Slice", "Split", "Transpose", "View", "Flatten", "Unflatten")
 
 
@@ -128,7 +129,7 @@ def theirs(config: dict, package: str = "mlx-lm") -> Any:
     It is quantised as its converter would, but with 4 bits where the converter chooses a floating-point format. Its
     weights are as random as ours.
     """
-    kind, config = config["model_type"], copy.deepcopy(config)
+    kind, config = MODULES.get(config["model_type"], config["model_type"]), copy.deepcopy(config)
     if package == "mlx-lm":
         module = importlib.import_module(f"mlx_lm.models.{kind}")
         model = module.Model(module.ModelArgs.from_dict(config))
@@ -137,7 +138,7 @@ def theirs(config: dict, package: str = "mlx-lm") -> Any:
         whole = module.ModelConfig.from_dict(config | {"vision_config": {}})
         module = importlib.import_module(f"mlx_vlm.models.{kind}.language")
         model = module.LanguageModel(getattr(whole, "text_config", whole))
-        model.config = whole
+        model.config = getattr(model, "config", None) or whole
     nn.quantize(model, 64, 4, class_predicate=partial(quantised, model))
     randomise_theirs(model, ModelArgs.from_dict(config).num_experts)
     return model if package == "mlx-lm" else Logits(model)

@@ -101,6 +101,7 @@ LISTED = (
     "qwen4_exp",
     "kimi_k3",
     "axk2",
+    "k2_horizon",
     "muse_spark",
     "inkling",
     "inkling2",

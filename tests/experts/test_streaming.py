@@ -804,3 +804,27 @@ def test_a_file_cut_between_check_and_open(replaceable):
     for source in (MappedExperts, StreamedExperts, ResidentExperts):
         with pytest.raises(ExpertIOError, match="layer_01.bin (no longer )?has"):
             source(packed)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "k2_horizon", "axk2"])
+def test_the_next_choice_is_predicted_from_the_stream(family):
+    """If nothing is added to the stream, the next router gets what was predicted, also if norms are launches apart."""
+    model = streamed(tiny_directory(family), "lookahead")
+    chosen, predicted = [], []
+    blocks = [model.layers[layer].mlp for layer in model.args.moe_layers]
+
+    def recording(before):
+        chosen.append(np.array(before.ids))
+        predicted.append(before.predicted)
+        return before.residual
+
+    for layer in model.layers:
+        layer.mixer.end = lambda out, parts, x: x
+        layer.residual.added = lambda out, *kept: kept[0] if kept else out
+    for i, mlp in enumerate(blocks):
+        mlp.should_predict, mlp.run_experts = (lambda tokens, i=i: i + 1 < len(blocks)), recording
+    mx.eval(model(mx.array([[7]]), model.make_cache()))
+    assert len(chosen) == len(blocks) > 1
+    for guess, ids in zip(predicted, chosen[1:], strict=False):
+        assert np.array_equal(np.array(guess[0]), ids)
+    model.experts.close()

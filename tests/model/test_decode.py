@@ -35,12 +35,12 @@ SOME_CHOOSING = [pytest.param(one, marks=marks(one not in SLOW)) for one in CHOO
 
 
 ON_KERNELS = ["qwen3_5_moe", "deepseek_v3", "gpt_oss", "glm_moe_dsa"]  # every kind of mixer with a kernel of its own
+ON_KERNELS += ["inkling2_loop"]  # and every kind of convolution, sum and message
 ALSO = ("step3p5", "g9v3", "deepseek_v4", "qwen3_moe", "qwen3_next", "nemotron_h", "qwen4_exp", "glm5_next", "beam")
 ALSO += ("ernie4_5_moe", "afmoe", "flint", "kolibri1", "qwen2_moe", "olmoe", "mixtral", "bailing_hybrid", "kimi_linear")
 ALSO += ("minimax_m3_vl", "hy_v4", "kimi_k3", "granitemoehybrid", "llama4", "cohere2_moe", "longcat_flash", "inkling")
-ON_KERNELS += [
-    pytest.param(one, marks=pytest.mark.full) for one in (*ALSO, "mistral_large4", "inkling2", "inkling2_loop")
-]
+ALSO += ("mistral_large4", "inkling2", "k2_horizon", "axk2", "muse_spark", "lfm2_moe")
+ON_KERNELS += [pytest.param(one, marks=pytest.mark.full) for one in ALSO]
 
 
 def use_compiled_steps(patch):
@@ -213,15 +213,11 @@ MOST |= {"gemma4": 12, "deepseek_v32": 12, "glm_moe_dsa": 8, ("glm_moe_dsa", 2):
 MOST |= {"deepseek_v41": 35, ("deepseek_v41", 1): 88, ("deepseek_v41", 3): 83}
 MOST |= {"kimi_k3": 16, "hy_v4": 20, "hy_v4_vl": 20, ("beam", 1): 11, ("beam", 3): 11}  # the factor of queries
 MOST |= {"mistral_large4": 18}  # queries grow, and an indexer makes its own of the input behind a norm
-MOST |= {"k2_horizon": 19}  # norms of halves, and MLX's operations choose value experts and multiply with them
-MOST |= {"axk2": 29}  # norms with gates, and gates of values, by MLX's operations
-MOST |= {"muse_spark": 24}  # MLX's operations weigh the sums, and norm heads and experts
+MOST |= {"k2_horizon": 18}  # MLX's operations gate heads, and repeat the input of value experts
+MOST |= {"axk2": 21}  # gates of values by MLX's operations
+MOST |= {"muse_spark": 23}  # MLX's operations norm heads and gate them
 MOST |= {"dots3_note": 32, ("dots3_note", 1): 20}  # MLX's operations attend to latents of a window
-MOST |= {
-    "inkling": 40,
-    "inkling2": 90,
-    "inkling2_loop": 90,
-}  # biases by distance and convolutions are MLX's operations
+MOST |= {"inkling": 22, "inkling2": 20, "inkling2_loop": 20}  # MLX's operations weigh Inkling's shared experts
 MOST |= {"bailing_hybrid": 12}  # four gates would put rows where kernels cannot read them
 MOST |= {"llama4": 11}  # the input of its experts is scaled
 MOST |= {"longcat_flash": 24}  # the experts that return their input are taken out by MLX's operations

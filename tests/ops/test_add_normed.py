@@ -9,7 +9,7 @@ from test_kernels import FLOATS, LIMITS, error, wide
 from metal import msl
 from moeflux_mlx.layers import RMSNorm
 from moeflux_mlx.ops import launch
-from moeflux_mlx.ops.add_normed import Pair, add_normed, plan
+from moeflux_mlx.ops.add_normed import Pair, add_normed, add_weighed, plan
 from moeflux_mlx.ops.launch import NO_KERNELS
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -48,6 +48,38 @@ def test_the_kernel_and_plain_operations(host, shape, dtype, is_pair):
         assert error(got, want) < 2 * LIMITS[dtype]
 
 
+def weighed_error(shape, dtype, scales):
+    """The error of a weighed sum, over its largest value (transformers, `MuseSparkResidualGate`)."""
+    (h, made, _), norms = case(shape, dtype)
+    kept, own, scale = (norm.weight.astype(mx.float32) for norm in norms)
+    got = add_weighed(h, made, (kept, own), EPS, scale if scales else None)
+    assert got.shape == shape and got.dtype == dtype
+    x = wide(made) * wide(scale) if scales else wide(made)
+    normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS)
+    return error(got, wide(h) * wide(kept) + normed * wide(own))
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("shape, dtype", drawn([(1, 1, 2816), (1, 16, 128), (2, 3, 1000)], FLOATS, seed=2))
+def test_weighed_sums(host, shape, dtype, scales):
+    assert weighed_error(shape, dtype, scales) < 2 * LIMITS[dtype]
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_weighed_sums_without_a_kernel(scales):
+    assert weighed_error((1, 3, 96), mx.float32, scales) < 2e-5
+
+
+@msl.needed
+@pytest.mark.parametrize(
+    "old, new",
+    [("* float(beside_weight[i])", ""), ("WEIGHED == 2", "WEIGHED == 3"), ("scale)) * float(weight[i])", "scale))")],
+)
+def test_a_planted_fault_in_weighed_sums_is_caught(host, monkeypatch, old, new):
+    msl.plant(monkeypatch, "add_normed.metal", old, new)
+    assert weighed_error((1, 2, 96), mx.float32, True) > 1e-2
+
+
 @msl.needed
 @pytest.mark.usefixtures("both_builds")
 def test_contraction_would_change_the_bits(host, monkeypatch):
@@ -67,7 +99,7 @@ def test_without_a_kernel(array):
 
 
 def test_reasons_why_there_is_no_kernel():
-    given = 64, mx.float32, False, False
+    given = 64, mx.float32, False, False, 0
     assert plan("ops", 1, *given) is NO_KERNELS
     assert "more than 16 rows" in str(plan("metal", 17, *given))
     assert "wider than" in str(plan("metal", 1, 1 << 14, *given[1:]))

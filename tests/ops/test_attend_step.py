@@ -177,11 +177,11 @@ def test_weights_by_matrix_units_keep_their_precision(way):
         mx.array(rng.normal(size=shape), mx.bfloat16)
         for shape in [(heads, width)] + 2 * [(1, width)] + 2 * [(250, width)]
     )
-    types, limits = (mx.bfloat16, None, mx.bfloat16), (None, False, False, False, False)
+    types, limits = (mx.bfloat16, None, mx.bfloat16), (None, False, False, False, False, 0)
     step, _ = attend.plan_row(backend.name(), (q.shape, k.shape, v.shape), types, 250, (0, False), limits, SEEING_ALL)
     positions = mx.array([length, length, 250, 0], mx.int32)
     recent = mx.zeros(2 * attend.RECENT * width, mx.bfloat16)
-    parts, _ = step(q, k, v, k, k, k, 0.0, 1.0, 0.3, positions, keys, values, recent, positions)
+    parts, _ = step(q, k, v, k, k, k, 0.0, 1.0, 0.3, positions, keys, values, recent, positions, positions)
     k, v = (np.concatenate([wide(kept)[:length], wide(own)]) for kept, own in ((keys, k), (values, v)))
     weights = np.exp(0.3 * wide(q) @ k.T)
     *sums, largest, totals = np.moveaxis(wide(parts).astype(np.float64), -1, 0)
@@ -396,12 +396,14 @@ def test_a_late_token_is_turned_as_many_are(host):
     q, k, v = parts = [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)]
     shapes, types = [part.shape[2:] for part in parts], (q.dtype,) * 3
     step, _ = attend.plan_row(
-        backend.name(), shapes, types, 32, (64, False), (None, False, False, False, False), SEEING_ALL
+        backend.name(), shapes, types, 32, (64, False), (None, False, False, False, False, 0), SEEING_ALL
     )
     weights, numbers = [norm.weight for norm in layer.norms], (1e-2, 1.0, 0.3)
     kept, recent = mx.zeros((1, 2, 64, 64)), mx.zeros(2 * 2 * attend.RECENT * 64)
     positions = mx.array([late, late, 64, late], mx.int32)
-    *_, recent = step(*parts, *weights, layer.rope.periods, *numbers, positions, kept, kept, recent, positions)
+    *_, recent = step(
+        *parts, *weights, layer.rope.periods, *numbers, positions, kept, kept, recent, positions, positions
+    )
     want = layer.rope(layer.norms[1](k).transpose(0, 2, 1, 3), late)
     assert np.abs(np.array(recent).reshape(2, 2, -1, 64)[0, :, 0] - np.array(want)[0, :, 0]).max() < 1e-4
 

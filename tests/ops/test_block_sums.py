@@ -40,6 +40,24 @@ def check(count, D, dtype):
         assert_close(x, wanted(sums, weight), dtype)
 
 
+def wanted_normed(h, queries):
+    """Returns a part's inputs as transformers' `Inkling2BlockAttentionResidual` makes them, side by side."""
+    queries, h = wide(queries), wide(h).reshape(-1, queries.shape[1])
+    rows = h / np.sqrt((h**2).mean(-1, keepdims=True) + EPS)
+    shares = np.exp(queries @ rows.T)
+    return (shares / shares.sum(-1, keepdims=True) @ rows).reshape(-1)
+
+
+def check_normed(count, D, inputs, dtype):
+    h, out, _ = case(count, D, dtype)
+    queries = mx.array((3 * np.random.default_rng(1).normal(size=(inputs, D)) / D**0.5).astype(np.float32))
+    assert_close(block_sums.mixed_normed(h, queries, EPS), wanted_normed(h, queries), dtype)
+    for begins in (False, True):
+        sums, x = block_sums.mixed_behind(h, out, queries, EPS, begins, normed=True)
+        assert sums.shape[-1] == (count + begins) * D
+        assert_close(x, wanted_normed(sums, queries), dtype)
+
+
 def assert_close(x, want, dtype):
     assert x.dtype == dtype and x.shape == (1, 1, len(want))
     assert np.abs(wide(x)[0, 0] - want).max() / np.abs(want).max() < LIMITS[dtype]
@@ -49,6 +67,7 @@ def assert_close(x, want, dtype):
 @pytest.mark.parametrize("count", [1, 3])
 def test_plain_operations(count):
     check(count, 40, mx.float32)
+    check_normed(count, 40, 3, mx.float32)
 
 
 @msl.needed
@@ -57,6 +76,7 @@ def test_a_token_on_kernels(count, D, dtype):
     with msl.launching():
         assert not block_sums.refusal(backend.name(), 1, count)
         check(count, D, dtype)
+        check_normed(count, D, 1 + count % 4, dtype)
 
 
 @msl.needed
@@ -64,6 +84,7 @@ def test_more_sums_than_a_thread_has_registers_for():
     with msl.launching():
         assert not block_sums.refusal(backend.name(), 1, 32)
         assert "33 sums, more than 32" in str(block_sums.refusal(backend.name(), 1, 33))
+        assert "13 sums, more than 12" in str(block_sums.refusal(backend.name(), 1, 13, 4))
         check(32, 40, mx.float32)  # 33 where a block begins
 
 
@@ -81,12 +102,13 @@ def test_rows_of_a_step_have_the_bits_that_they_have_alone(rows):
 @pytest.mark.parametrize(
     "old, new",
     [
-        ("metal::fma(w, v, dot[k])", "metal::fma(w, v, dot[0])"),
+        ("weight[q * D + column]", "weight[column]"),
         ("/ float(D) + EPS", "/ float(D)"),
         ("ADDS == 1 && k == N - 1", "ADDS == 1 && k == 0"),
-        ("dot[k] / total", "dot[k]"),
-        ("part[(N + k) * SG + s]", "part[(N + k) * SG]"),
-        ("most = metal::fmax(most, dot[k])", "most = metal::fmax(most, 300.0f)"),
+        ("dot[q * N + k] / total", "dot[q * N + k]"),
+        ("part[(Q * N + k) * SG + s]", "part[(Q * N + k) * SG]"),
+        ("most = metal::fmax(most, dot[q * N + k])", "most = metal::fmax(most, 300.0f)"),
+        ("(NORMED ? square[k] : 1.0f)", "1.0f"),
         ("x * EACH + i", "x + i"),
     ],
 )
@@ -94,3 +116,4 @@ def test_a_planted_fault_is_caught(monkeypatch, old, new):
     msl.plant(monkeypatch, "block_sums_mix.metal", old, new)
     with msl.launching(), pytest.raises((AssertionError, msl.Failure)):
         check(3, 1200, mx.float32)
+        check_normed(3, 1200, 2, mx.float32)

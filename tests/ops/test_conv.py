@@ -14,6 +14,7 @@ from moeflux_mlx.mixers.conv.op import short_conv
 from moeflux_mlx.mixers.conv.spec import ShortConv
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.backend import library_of
+from moeflux_mlx.ops.convolution import convolved
 from moeflux_mlx.ops.rows import StepRows
 
 SIZES, WIDE = ShortConv(channels=48, taps=3), ShortConv(channels=300, taps=4)  # WIDE has more than a threadgroup
@@ -125,6 +126,50 @@ def test_the_kernel_continues_a_prompt():
             short_conv(mx.array(projected[:, a:b]), cache, taps, SIZES) for a, b in zip(ends, ends[1:], strict=False)
         ]
     np.testing.assert_allclose(np.array(mx.concatenate(parts, axis=1))[0], summed(projected[0], weight), atol=TOLERANCE)
+
+
+def short_tokens(heads, dtype, adds):
+    """The error of tokens, added to themselves, on the kernel beside plain operations, over the largest value.
+    `heads`: that have taps of each token, 0: none.
+    """
+    rng, channels, taps = np.random.default_rng(heads), 300, 4
+    weight = mx.array(rng.normal(size=(channels, taps, 1))).astype(dtype)
+    caches, lengths, worst = [ConvCache(WIDE) for _ in range(2)], [6, 1, 1], 0.0
+    for length in lengths:
+        x = mx.array(rng.normal(size=(1, length, channels))).astype(dtype)
+        more = mx.array(rng.normal(size=(1, length, heads, taps))).astype(dtype) if heads else None
+        beside = weight, 0.4, more, 2 * x if adds else None
+        want = np.array(convolved(x, caches[0], *beside).astype(mx.float32))
+        with msl.launching():
+            got = convolved(x, caches[1], *beside)
+            mx.eval(got, caches[1].conv)
+        assert got.dtype == dtype and mx.array_equal(caches[0].conv, caches[1].conv)
+        worst = max(worst, np.abs(np.array(got.astype(mx.float32)) - want).max() / np.abs(want).max())
+    return worst
+
+
+@msl.needed
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("heads, dtype, adds", [(0, mx.float32, True), (6, mx.float32, False), (6, mx.bfloat16, True)])
+def test_convolutions_that_are_added_to_their_input(heads, dtype, adds):
+    assert short_tokens(heads, dtype, adds) < (1e-2 if dtype == mx.bfloat16 else 1e-6)
+
+
+@msl.needed
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("TAPS + TAPS - 1 - j]) : 0.0f", "TAPS + j]) : 0.0f"),
+        ("(newest + sum) * FACTOR", "sum * FACTOR"),
+        ("float(residual[column]) +", ""),
+        ("column / (C / OWN)", "column % OWN"),
+    ],
+)
+def test_a_planted_fault_in_a_convolution_is_caught(monkeypatch, old, new):
+    msl.plant(monkeypatch, "conv_step.metal", old, new)
+    with pytest.raises((AssertionError, msl.Failure)):
+        assert short_tokens(6, mx.float32, True) < 1e-3
 
 
 @msl.needed

@@ -7,7 +7,8 @@ from floats import wide
 
 from metal import msl
 from moeflux_mlx.kinds import GatedConnections
-from moeflux_mlx.model.streams import GatedConnection
+from moeflux_mlx.layers import Linear
+from moeflux_mlx.model.streams import MIXERS, MLP, GatedConnection, MessageGates
 from moeflux_mlx.quant import Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -103,3 +104,46 @@ def test_a_planted_fault_is_caught(monkeypatch, file, old, new):
     msl.plant(monkeypatch, file, old, new)
     with msl.launching(), pytest.raises((AssertionError, msl.Failure)):
         check()
+
+
+def check_messages(names, dtype=mx.float32, quant=None, D=128, rank=64):
+    """Messages that are let in, beside those of `MessageGate`, which goldens hold to transformers."""
+    rng, gates = np.random.default_rng(len(names)), MessageGates(D, rank, EPS)
+    for layer in (one for _, one in gates.named_modules() if isinstance(one, Linear)):
+        w = mx.array(2 * rng.normal(size=layer.shape) / layer.shape[-1] ** 0.5).astype(dtype)
+        layer.filled, layer.weight, layer.quant = True, w, quant
+        if quant is not None:
+            layer.weight, layer.scales, layer.biases = mx.quantize(w, quant.group_size, quant.bits)
+    gates.arrange()
+    inputs, messages = ([mx.array(rng.normal(size=(1, 1, D))).astype(dtype) for _ in names] for _ in range(2))
+    want = np.concatenate([wide(gates[name](*pair)) for name, *pair in zip(names, inputs, messages, strict=True)], -1)
+    with msl.launching():
+        for name in names:
+            gates[name].eps = 1e6  # of plain operations, which must not run
+        got = gates(names, inputs, messages)
+        assert got.dtype == dtype and got.shape == want.shape
+        assert np.abs(wide(got) - want).max() < 2 * LIMITS[dtype] * np.abs(want).max()
+
+
+@msl.needed
+@pytest.mark.parametrize("names", [MIXERS, MLP])
+@pytest.mark.parametrize("dtype, quant", [(mx.float32, None), (mx.bfloat16, AFFINE)])
+def test_messages_on_kernels(monkeypatch, names, dtype, quant):
+    check_messages(names, dtype, quant)
+
+
+@msl.needed
+@pytest.mark.parametrize(
+    "file, old, new",
+    [
+        ("low", "top / (O / GATES) * N * D", "0"),
+        ("mean", "made[gate * LOW + i]", "made[i]"),
+        ("mean", "(gate * N + i) * D + at]", "i * D + at]"),
+        ("mean", "(1.0f - tanh) * v", "v"),
+        ("mean", "x[gate * D + column]", "x[column]"),
+    ],
+)
+def test_a_planted_fault_in_messages_is_caught(monkeypatch, file, old, new):
+    msl.plant(monkeypatch, f"streams_{file}.metal", old, new)
+    with pytest.raises((AssertionError, msl.Failure)):
+        check_messages(MIXERS)

@@ -2,7 +2,7 @@
 
 from ...caches.convolution import ConvCache
 from ...ops import backend
-from .op import refusal
+from ...ops.convolution import refusal
 from .spec import ShortConv
 
 

@@ -14,16 +14,13 @@ import numpy as np
 
 from ...ops import backend
 from ...ops.backend import AnyArray, Array, kernels_take
-from ...ops.convolution import convolution_sums
+from ...ops.convolution import convolution_sums, plan_step, refusal
 from ...ops.elementwise import float32, split
-from ...ops.launch import SEVERAL, Kernel, Launch, Reason, ceildiv
+from ...ops.launch import Launch
 from ...ops.recurrent_state import RecurrentState
 from ...ops.rows import RowSizes, StepRows, as_rows
 from ...ops.tiles import planned
 from .spec import ShortConv
-
-STEP = Kernel("conv_step", "projected conv taps", "out next_conv")
-THREADS = 256  # of a threadgroup
 
 
 def short_conv(projected: Array, state: RecurrentState | StepRows, weight: mx.array, sizes: ShortConv) -> Array:
@@ -61,20 +58,12 @@ def _on_operations(projected: Any, state: RecurrentState, weight: mx.array, size
 # ---- the kernel, for the rows of a step on a GPU
 
 
-@planned("conv")
-def refusal(target: str, sequences: int, tokens: int) -> Reason | None:
-    """Why the kernel does not take this number of sequences in one array, with this number of tokens of each."""
-    if tokens > 1:
-        return SEVERAL
-    return Reason(f"there are {sequences} sequences; the kernel takes one") if sequences > 1 else None
-
-
 def _on_kernel(projected: mx.array, rows: StepRows, weight: mx.array, sizes: ShortConv) -> AnyArray:
     """`short_conv` for a row of each of several sequences, of projected [1, R, 3 * channels]."""
     dtype, shape = projected.dtype, (1, *sizes.conv_shape)
     convs = [[mx.zeros(shape, dtype) if one.conv is None else one.conv.astype(dtype)] for one in rows.sequences]
     launch = plan(rows.sizes((sizes.projected,)), backend.name(), dtype, weight.dtype, sizes)
-    out, *after = launch(projected, *as_rows(convs), weight)
+    out, *after = launch(projected, *as_rows(convs), weight, projected, projected)
     rows.absorb(after)
     return out
 
@@ -83,8 +72,7 @@ def _on_kernel(projected: mx.array, rows: StepRows, weight: mx.array, sizes: Sho
 def plan(rows: RowSizes, target: str, dtype: mx.Dtype, weight: mx.Dtype, sizes: ShortConv) -> Launch:
     """The launch for some rows."""
     count = rows.count
-    template = {"X": dtype, "W": weight, "C": sizes.channels, "TAPS": sizes.taps}
-    alone = Launch(target, STEP, template, (ceildiv(sizes.channels, THREADS), 1), THREADS, [])
+    alone = plan_step(target, sizes.conv_shape, dtype, weight, 1.0, 0, False, True)
     own = {"projected": "projected+PROJECTED", "out": "out+C", "conv": "conv+CONV", "next_conv": "next_conv+CONV"}
     outputs = [((1, count, sizes.channels), dtype), ((count, *sizes.conv_shape), dtype)]
     return alone.of_rows(own, count, {"PROJECTED": sizes.projected, "CONV": prod(sizes.conv_shape)}, outputs)

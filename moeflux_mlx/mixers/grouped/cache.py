@@ -50,8 +50,6 @@ def _of_keys(mixer: GroupedQuery) -> tuple[LayerCache, ...]:
 
 def _takes_steps(part: GroupedQuery) -> bool:
     """Whether there are kernels for a token alone of the attention, and of the choice of its blocks."""
-    if part.relative is not None:  # plain operations
-        return False
     return attend.takes_step(part.head_dim, part.value_width) and (part.blocks is None or index.takes_step(part.blocks))
 
 

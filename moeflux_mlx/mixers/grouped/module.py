@@ -261,8 +261,8 @@ class Attention(MixerModule):
         q, k, v = (part.reshape(B, L, n, -1) for part, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         if mixer.relative is not None:
             states = outputs["distances"].reshape(B, L, heads, -1)
-            states = self.r_norm(states) if "r_norm" in self else states
-            return attend_biased(q, k, v, states, outputs.get("sinks"), self.rel_proj, caches[0], self._terms)
+            beside = states, outputs.get("sinks"), self.rel_proj
+            return attend_biased(q, k, v, *beside, caches[0], self._terms, self.get("r_norm"))
         joined = joined if self._weights else None
         if mixer.blocks is not None:
             v = rms_norm(v, None, self.eps) if mixer.value_norm else v

@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...ops import backend, gpu_time, native
-from ...ops.backend import AnyArray, Array, kernels_take, stack, view
+from ...ops.backend import AnyArray, Array, kernels_take, of_kind, stack, view
 from ...ops.causal_parts import in_parts
 from ...ops.elementwise import sigmoid
 from ...ops.kv_rows import row_bytes
@@ -44,7 +44,7 @@ from .terms import Terms
 
 ATTEND_STEP = Kernel(
     "attend_step",
-    "q k v q_weight k_weight periods eps magnitude scale positions keys values recent chosen",
+    "q k v q_weight k_weight periods eps magnitude scale positions keys values recent chosen biases",
     "parts next",
 )
 ATTEND_MATRIX = replace(ATTEND_STEP, name="attend_matrix", units="matrix")
@@ -184,8 +184,9 @@ def _step_native(q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, term
         offset + 1,
         factor * terms.scale,
         window=offset % terms.window + 1 if terms.chunked and terms.window else terms.window,
-        sinks=None if sinks is None else view(sinks),
+        sinks=None if sinks is None else of_kind(sinks, q),
         rotates_first=terms.rotates_first,
+        biases=terms.biases,
     )
     cache.advance(held.recent)
     if q.shape[-1] > D:
@@ -249,7 +250,8 @@ def _on_kernels(
             cache.advance(recent[0])
     chosen = positions[0] if seen is None else seen.chosen
     scale = score_scale(positions, terms.scale, terms.query_scale)
-    parts, *made = step(*inputs, *constants, scale, *positions, *keys, *values, *recent, chosen)
+    biases = k if terms.biases is None else terms.biases
+    parts, *made = step(*inputs, *constants, scale, *positions, *keys, *values, *recent, chosen, biases)
     if append is None:
         for cache, own in zip(rows.absorbing(), made, strict=True):
             cache.advance(own)
@@ -319,7 +321,7 @@ def plan_row(
     types: tuple[mx.Dtype, mx.Dtype | None, mx.Dtype],
     capacity: int,
     turn: tuple[int, bool],
-    limits: tuple[int | None, bool, bool, bool, bool],
+    limits: tuple[int | None, bool, bool, bool, bool, int],
     seen: SeenSizes,
 ) -> tuple[Launch, Launch]:
     """The launch over pieces of positions and that of their sum, for one row. `shapes`: [heads, width] of q, k and v;
@@ -327,12 +329,13 @@ def plan_row(
     neighbours.
     """
     (heads, stride), (kv_heads, width), (_, value_width) = shapes
-    window, has_sinks, norms_values, chunked, rotates_first = limits
+    window, has_sinks, norms_values, chunked, rotates_first, extent = limits
     shared = heads // kv_heads
     abreast = max(n for n in range(1, HEADS + 1) if shared % n == 0)
     longest = 128 if width <= 128 or target == "cuda" else 64
     positions = longest // types[0].size  # of a piece: keys of up to 16 KB, on CUDA of 32 KB
-    matrix = MATRIX.get(target) if types[0].size == 2 and (types[2] != mx.uint8 or value_width % 64 == 0) else None
+    has_units = types[0].size == 2 and (types[2] != mx.uint8 or value_width % 64 == 0) and not extent
+    matrix = MATRIX.get(target) if has_units else None
     most_pieces = MOST_PIECES
     if matrix:
         positions = matrix[0] // 2
@@ -342,6 +345,7 @@ def plan_row(
     template = sizes | {"K": types[2], "W": types[1] or types[0], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
     template |= {"NORM": (1 + rotates_first) * (types[1] is not None), "DIMS": turn[0], "INTERLEAVED": int(turn[1])}
     template |= {"VNORM": int(norms_values), "LISTS": seen.lists, "APPENDED": 0, "RECENT": RECENT}
+    template["EXTENT"] = extent
     pieces = min(most_pieces, ceildiv(window or seen.most or capacity + RECENT, positions))
     most = MOST_THREADS[target]
     template["SHARES"] = shares = 2 if 2 * width <= most else 1

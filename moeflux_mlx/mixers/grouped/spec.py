@@ -130,6 +130,7 @@ class GroupedQuery(Mixer):
             assert self.norm == "head" and self.blocks is None and turns_whole, "no such norms behind a rotation"
         if self.relative is not None:
             assert self.inputs in (1, 3), "queries, keys and values have inputs"
+            assert (self.norm == "clip") == (self.relative.clip is not None), "all lengths are limited, or none"
             is_plain = self.rotation is None and self.gate != "joined" and self.blocks is None and not self.chunked
             assert is_plain and not self.sinks and self.norm != "flat", "no such attention with a bias by distance"
             check_width("num_attention_heads * d_rel", self.heads * self.relative.width)

@@ -26,6 +26,8 @@ class Terms(NamedTuple):
         query_scale: scales queries by their rotary positions; None: they are not scaled.
         chunked: whether a query sees, of its own chunk of `window` positions, those up to its own.
         rotates_first: whether q and k are rotated before they are normed.
+        biases: float32, what is added to a token's products of q and k by distance: [heads, extent] for kernels, [heads
+            * extent] for the native form; None: nothing.
     """
 
     q_norm: Norm | None
@@ -39,6 +41,7 @@ class Terms(NamedTuple):
     query_scale: QueryFactor | None = None
     chunked: bool = False
     rotates_first: bool = False
+    biases: AnyArray = None
 
     def values(self, v: Array) -> Array:
         """The stored form of values."""
@@ -66,6 +69,8 @@ class Terms(NamedTuple):
         return self.q_norm.eps if self.q_norm else self.value_norm or 0.0
 
     @property
-    def limits(self) -> tuple[int | None, bool, bool, bool, bool]:
+    def limits(self) -> tuple[int | None, bool, bool, bool, bool, int]:
         """The parameters on which a kernel's text depends."""
-        return self.window, self.sinks is not None, self.value_norm is not None, self.chunked, self.rotates_first
+        extent = 0 if self.biases is None else self.biases.shape[-1]
+        switches = self.sinks is not None, self.value_norm is not None, self.chunked, self.rotates_first
+        return self.window, *switches, extent

@@ -29,16 +29,14 @@ from ...ops.launch import (
     Shape,
     ceildiv,
 )
-from ...ops.norm import rms_norm
+from ...ops.norm import plan_group_norm, rms_norm
 from ...ops.recurrent_state import STATE_ROWS, RecurrentState
 from ...ops.rows import RowSizes, StepRows, as_rows
 from ...ops.tiles import planned
 from .spec import CHUNK, Mamba2
 
 MAMBA_STEP = Kernel("mamba_step", "projected conv state taps bias A_log dt_bias skip", "out next_conv next")
-GROUP_NORM = Kernel("group_norm", "x weight eps", "out")
 PIECE = 8 * CHUNK  # tokens of a prompt whose temporaries exist together
-THREADS = 256  # of a threadgroup of GROUP_NORM
 UNLIMITED = float(np.finfo(np.float32).max)  # a step size that none exceeds
 
 
@@ -223,6 +221,4 @@ def plan(rows: RowSizes, target: str, dtype: mx.Dtype, sizes: Mamba2) -> tuple[L
     outputs: list[tuple[Shape, mx.Dtype]] = [((1, count, sizes.width), mx.float32)]
     outputs += [((count, *sizes.conv_shape), dtype), ((count, *sizes.state_shape), mx.float32)]
     step = alone.of_rows(own, count, widths, outputs)
-    template = {"X": dtype, "G": sizes.groups, "D": sizes.width // sizes.groups, "SG": THREADS // 32}
-    shape = [((1, count, sizes.width), dtype)]
-    return step, Launch(target, GROUP_NORM, template, (sizes.groups, count), THREADS, shape)
+    return step, plan_group_norm(target, (1, count, sizes.width), dtype, sizes.groups)
