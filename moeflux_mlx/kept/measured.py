@@ -95,6 +95,11 @@ class Rates:
     token: float = 0.0
     attention: float = UNLIMITED
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the host prepares launches while weights are read, as for a GPU."""
+        return self.attention == UNLIMITED
+
 
 def kept_rates() -> Rates | None:
     """The measured rates; None: there are none for this device."""

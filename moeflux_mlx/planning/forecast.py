@@ -1,9 +1,11 @@
 """How fast a model will answer, from the bytes of a token, a machine's rates and the share of experts in memory.
 
 A token's weights and state are read at the products' rate. If attention computes for longer than it reads, as on a CPU,
-this is its time. A token and each of its layers add their own seconds, for launches and the host. Experts that are not
-in memory are read from the disk, after the products; a GPU reads some from the host's memory. Nothing here measures,
-and the same inputs give the same forecast.
+this is its time. A token and each of its layers have their own seconds, for launches and the host. A GPU reads while
+the host prepares the next launches, so the root of the sum of their squares is taken, near which measured tokens lie. A
+streamed layer waits for its router, so its seconds are added. Experts that are not in memory are read from the disk,
+after the products; a GPU reads some from the host's memory. Nothing here measures, and the same inputs give the same
+forecast.
 """
 
 import math
@@ -88,9 +90,10 @@ def forecast(work: TokenWork, rates: Rates, share: float, hits: float, from_host
         hits: of a token's experts, those that are in memory, `from_host` of them only in the host's.
     """
     is_streamed = share < 1
-    seconds = rates.token + (work.dense + work.routed) / rates.products
-    seconds += max(work.state / rates.products, work.attended / rates.attention)
-    seconds += (work.layers - work.moe_layers * is_streamed) * rates.layer
+    moved = (work.dense + work.routed) / rates.products
+    moved += max(work.state / rates.products, work.attended / rates.attention)
+    host = rates.token + (work.layers - work.moe_layers * is_streamed) * rates.layer
+    seconds = math.hypot(host, moved) if rates.overlaps else host + moved
     seconds += work.moe_layers * is_streamed * rates.streamed_layer
     seconds += from_host * work.routed / HOST_RATE
     seconds += (1 - hits) * work.routed / (READ_SHARE * rates.disk) if is_streamed else 0

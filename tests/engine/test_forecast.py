@@ -1,6 +1,7 @@
 """The forecast of a model's speed, beside recorded measurements, and where users see it."""
 
 import json
+import math
 from dataclasses import asdict, replace
 from unittest import mock
 
@@ -31,10 +32,11 @@ from moeflux_mlx.tools.demo_check import attention_rate
 
 GB = 1 << 30
 
-# Measurements of docs/performance.md ("One H200"): bytes of a token, its rates, and tokens per second. Products read
-# at 2.11 TB/s (12288x2048 to 8192x4096 there); a layer's seconds are those that Qwen3-30B-A3B's 48 layers left on the
-# same machine, so that the other models are forecast and not fitted.
-H200, OTHER_H200 = Rates(2.11e12, 3.65e9, 4.77e-5, 2.5e-4), Rates(2.11e12, 3.65e9, 3.3e-5, 2.5e-4)
+# Measurements on H200s: bytes of a token, its rates, and tokens per second. Products read at 2.11 TB/s (12288x2048 to
+# 8192x4096) on the first two; a layer's seconds are those that Qwen3-30B-A3B's 48 layers left on the same machine, so
+# that the other models are forecast and not fitted. The third has the rates that doctor measured there.
+SLOW_H200 = Rates(1.95e12, 1.8e9, 1.06e-4, 5.14e-4, 2.42e-4)
+H200, OTHER_H200 = Rates(2.11e12, 3.65e9, 6.26e-5, 2.5e-4), Rates(2.11e12, 3.65e9, 4.72e-5, 2.5e-4)
 RECORDED = {
     "35B-A3B, resident": (TokenWork(1_100_000_000, 570_000_000, 210_000_000, 40, 40), H200, 1.0, 1.0, 404),
     "35B-A3B, resident, faster host": (
@@ -43,6 +45,15 @@ RECORDED = {
         1.0,
         1.0,
         473,
+    ),
+    "30B-A3B, 16 layers": (TokenWork(350_000_000, 340_000_000, 25_000_000, 16, 16), SLOW_H200, 1.0, 1.0, 642),
+    "35B-A3B, 32 layers": (TokenWork(941_000_000, 453_000_000, 116_000_000, 32, 32), SLOW_H200, 1.0, 1.0, 298),
+    "35B-A3B, 32 layers, after 8192": (
+        TokenWork(941_000_000, 453_000_000, 241_000_000, 32, 32),
+        SLOW_H200,
+        1.0,
+        1.0,
+        255,
     ),
     "Cogito 671B, resident": (TokenWork(11_000_000_000, 9_800_000_000, 50_000_000, 61, 58), OTHER_H200, 1.0, 1.0, 86),
     "397B-A17B, a quarter": (TokenWork(0, 566_000_000, 0, 8, 8), H200, 0.25, 0.27, 7.5),
@@ -59,11 +70,14 @@ def test_recorded_measurements_are_in_the_band(case):
 
 
 def test_each_part_of_a_token_takes_its_time():
-    work, rates = TokenWork(10, 20, 30, 4, 3), Rates(60.0, 17.0, 0.5, 2.0, 0.25)
-    assert forecast(work, rates, 1.0, 1.0).middle == pytest.approx(1 / (0.25 + 1 + 4 * 0.5))
+    work, cpu = TokenWork(10, 20, 30, 4, 3), Rates(60.0, 17.0, 0.5, 2.0, 0.25, attention=1e9)
+    assert forecast(work, cpu, 1.0, 1.0).middle == pytest.approx(1 / (0.25 + 1 + 4 * 0.5))
     streamed = 0.25 + 1 + 1 * 0.5 + 3 * 2.0
-    assert forecast(work, rates, 0.5, 1.0).middle == pytest.approx(1 / streamed)
-    assert forecast(work, rates, 0.5, 0.4).middle == pytest.approx(1 / (streamed + 0.6 * 20 / (0.85 * 17)))
+    assert forecast(work, cpu, 0.5, 1.0).middle == pytest.approx(1 / streamed)
+    assert forecast(work, cpu, 0.5, 0.4).middle == pytest.approx(1 / (streamed + 0.6 * 20 / (0.85 * 17)))
+    gpu = replace(cpu, attention=UNLIMITED)
+    assert forecast(work, gpu, 1.0, 1.0).middle == pytest.approx(1 / math.hypot(0.25 + 4 * 0.5, 1))
+    assert forecast(work, gpu, 0.5, 1.0).middle == pytest.approx(1 / (math.hypot(0.25 + 0.5, 1) + 3 * 2.0))
 
 
 def test_a_gpu_reads_experts_from_the_hosts_memory():
