@@ -612,7 +612,7 @@ def test_a_model_that_is_unloaded_meanwhile_computes_nothing():
     """The embedding model asks in its own thread."""
 
     class Unloading:
-        seen = iter([types.SimpleNamespace(worker=types.SimpleNamespace(state=types.SimpleNamespace(running=[1])))])
+        seen = iter([types.SimpleNamespace(worker=types.SimpleNamespace(running=[1]))])
         loaded = property(lambda self: next(self.seen, None))
 
     assert ModelSwitch.is_computing.fget(Unloading()) and not ModelSwitch.is_computing.fget(Unloading())
