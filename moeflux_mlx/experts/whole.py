@@ -51,7 +51,9 @@ class WholeExperts(ExpertLoader):
 
     def whole(self, layer: int) -> Records | None:
         records = self.layers.get(layer)
-        return records if records is not None and records.lasting else None
+        if records is None:  # another thread has closed it; a thread that only builds graphs could not ask for experts
+            raise ExpertIOError(CLOSED)
+        return records if records.lasting else None
 
     def without_lease(self, layer: int, ids: np.ndarray) -> Records | None:
         self._check_open()

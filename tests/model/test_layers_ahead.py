@@ -14,6 +14,7 @@ import mlx.core as mx
 import pytest
 from tiny_models import tiny_directory
 
+from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.routing import finished
 from moeflux_mlx.experts.source import IoMode
@@ -47,14 +48,17 @@ class Stop(Exception):
 
 
 class Source(WholeExperts):
-    """Holds experts; raises in the second thread when those of a layer are asked for."""
+    """Holds experts; in the second thread, raises when those of a layer are asked for, or is closed meanwhile."""
 
     mode = IoMode.RESIDENT
     at: int | None = None
+    closes = False
 
     def whole(self, layer):
         if layer == self.at and threading.current_thread() is not threading.main_thread():
-            raise Stop
+            if not self.closes:
+                raise Stop
+            self.close()
         return super().whole(layer)
 
 
@@ -132,6 +136,17 @@ def test_two_threads_compute_the_bits_of_one(family):
     assert len(set(made)) > 6
 
 
+def test_states_are_kept_within_a_span():
+    """Of layers that cannot be cut, behind some of its tokens."""
+    model, kept = opened(FAMILIES[0]), []
+    for compute in (advance, in_one_thread):
+        span = Span(tokens_of(model, 0, 60), 0, model.sizes.block, [20, 41, 60])
+        compute(model, span, model.make_cache())
+        states = [(end, i, pair) for end, of_end in span.kept.items() for i, pair in of_end.items()]
+        kept.append([(end, i, *(bytes(memoryview(a.astype(mx.float32))) for a in pair)) for end, i, pair in states])
+    assert kept[0] == kept[1] and {end for end, *_ in kept[0]} == {20, 41, 60}
+
+
 def test_which_spans_two_threads_compute():
     """Those of CUDA, with one block, no images, and experts in memory."""
     model, seen = opened("qwen3_moe"), set()
@@ -196,6 +211,16 @@ def test_an_error_in_either_thread_leaves_a_span_between_two_layers(family, kind
             else:
                 span.drop(cache)
                 assert bits(mx.zeros(1), cache)[1:] == expected[0][1:]
+
+
+def test_experts_that_are_closed_meanwhile():
+    model = opened("qwen3_moe")
+    cache = model.make_cache()
+    advance(model, span_of(model, 0, 20), cache)
+    model.experts.at, model.experts.closes = 1, True
+    with pytest.raises(ExpertIOError, match="closed"):
+        advance(model, span_of(model, 20, 20), cache)
+    assert not threads() and all(one.offset in (20, 40) for one in cache)
 
 
 @pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[-1]])
