@@ -69,8 +69,8 @@ def keep_row(file: Path, row: Row, *same: str) -> None:
 FILE = "rates.json"
 # Seconds of a layer beside its bytes, of one with streamed experts, and of a token beside its layers, by backend: an
 # H200, two cores of an EPYC, and on a Mac public figures of launches and waits (opening/reach.py), which say nothing of
-# tokens.
-TYPICAL = {"cuda": (5e-5, 1.2e-4, 5e-4), "metal": (3e-5, 3.3e-4, 0.0), "cpu": (5e-4, 6e-4, 5e-4)}
+# tokens. A CPU also has its rate of attention.
+TYPICAL = {"cuda": (5e-5, 1.2e-4, 5e-4), "metal": (3e-5, 3.3e-4, 0.0), "cpu": (5e-4, 6e-4, 5e-4, 5.5e10)}
 
 UNLIMITED = 1e18  # a rate that takes no time
 

@@ -104,7 +104,17 @@ def test_attention_takes_longer_where_it_computes():
     assert forecast(work, reads, 1.0, 1.0).middle == pytest.approx(1 / (0.2 + work.state / 1e10), rel=1e-3)
     assert forecast(work, computes, 1.0, 1.0).middle == pytest.approx(1 / (0.2 + work.attended / 1e10), rel=1e-3)
     assert TokenWork.of(latent, 0, 0, 8192, 4).attended == 61 * 128 * 2048 * (2 * 512 + 64)
-    assert 1e9 < attention_rate() < UNLIMITED or not native.available()
+
+
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("has_extension", [True, False])
+def test_a_cpu_computes_attention_beside_its_reads(monkeypatch, has_extension):
+    """Also before anything is measured, and without the extension: a CPU's forecast is never a GPU's."""
+    if not has_extension:
+        monkeypatch.setattr(native, "available", lambda: False)
+    assert 1e8 < attention_rate() < UNLIMITED
+    assert not Rates(1e10, 1e9, *TYPICAL["cpu"]).overlaps
+    assert Rates(1e10, 1e9, *TYPICAL["cuda"]).overlaps and Rates(1e10, 1e9, *TYPICAL["metal"]).overlaps
 
 
 def test_texts_find_more_experts_than_their_share():
