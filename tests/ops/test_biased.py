@@ -102,6 +102,18 @@ def test_tokens_on_the_cpu(case):
     assert worst < 3e-5
 
 
+def test_a_row_of_an_image_has_its_bias():
+    """Its rotary position is three numbers, which no form for a single token takes."""
+    layer, made = Layer(*CASES["window"]), []
+    prompt, row = layer.tokens(50), layer.tokens(1)
+    for axes in (None, np.full((3, 1), 50)):
+        cache = make_caches(layer.part)[0]
+        layer.attend(prompt, cache)
+        cache.axes = axes
+        made.append(np.array(layer.attend([None if part is None else np.array(part) for part in row], cache)))
+    assert np.abs(made[1] - made[0]).max() < 3e-5 * np.abs(made[0]).max()
+
+
 @msl.needed
 def test_a_token_without_a_text():
     assert error(Layer(*CASES["clipped"]), [1, 1]) < 3e-5

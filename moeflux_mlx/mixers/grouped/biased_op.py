@@ -13,6 +13,7 @@ from ...ops.elementwise import float32
 from ...ops.launch import LEAST_ELEMENTS, Kernel, Launch, Shape
 from ...ops.positions import Steps
 from ...ops.query_scale import scaled_queries
+from ...ops.rope import has_axes
 from ...ops.rows import StepRows
 from ...ops.tiles import planned
 from .op import attend, attend_in_parts, native_refusal, refusal
@@ -107,11 +108,12 @@ def attend_biased(
             return attend_biased(q, k, v, more[0], more[1], profiles, rows.cache, terms, clip)
 
         return cache.each((q, k, v, states, sinks), of_row)
-    if kernels_take(q, refusal, q.shape[0] * q.shape[1] == 1, q.shape[-1], v.shape[-1]):
-        return _attend_on_kernels(q, k, v, states, sinks, profiles, cache, terms, clip)
-    if native_takes(q, native_refusal, q.shape[0] * q.shape[1] == 1):
-        return _attend_natively(q, k, v, states, sinks, profiles, cache, terms, clip)
     position, place = cache.position, cache.offset
+    is_alone = q.shape[0] * q.shape[1] == 1 and not has_axes(position)
+    if kernels_take(q, refusal, is_alone, q.shape[-1], v.shape[-1]):
+        return _attend_on_kernels(q, k, v, states, sinks, profiles, cache, terms, clip)
+    if native_takes(q, native_refusal, is_alone):
+        return _attend_natively(q, k, v, states, sinks, profiles, cache, terms, clip)
     states = states if clip is None else clip(states)
     states = scaled_queries(leave(states), position, terms.query_scale).transpose(0, 2, 1, 3)
     logits = None if sinks is None else leave(sinks).transpose(0, 2, 1)[..., None]
