@@ -1,9 +1,9 @@
 """The source of a model's experts: its interface, and the lease of records.
 
-`ExpertLoader` is the interface for mapped files (`mapped`), for a pool that files are read into (`streamed`) and for
-layers that are read once (`resident`). Code above it does not know that weights are on disk; code below it does not
-know what a transformer is. Threads that run the model take turns (`turn`); only `request`, `hint`, `give_way` and the
-methods of a lease are called within a turn.
+`ExpertLoader` is the interface for layers that are mapped or read once (`whole`), and for a pool that files are read
+into (`streamed`). Code above it does not know that weights are on disk; code below it does not know what a transformer
+is. Threads that run the model take turns (`turn`); only `request`, `hint`, `give_way` and the methods of a lease are
+called within a turn.
 """
 
 import contextlib

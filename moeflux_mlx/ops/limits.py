@@ -2,7 +2,7 @@
 
 MLX raises RuntimeError and distinguishes the causes only in its text (0.32.4: device.cpp and allocator.cpp of
 backend/metal, allocator.cpp and utils.cpp of backend/cuda, scheduler.cpp). Its CPU backend does not notice that an
-allocation failed, and the process ends by a signal: a plan must leave room for that (`engine.machine`).
+allocation failed, and the process ends by a signal: a plan must leave room for that (`planning.machine`).
 """
 
 import errno

@@ -1,5 +1,5 @@
-"""The routes that tell about the models and the server, and compute nothing: /v1/models has
-the keys of both OpenAI and Anthropic, /metrics numbers as Prometheus reads them.
+"""The routes that tell about the models and the server, and compute nothing: /v1/models has the keys of both OpenAI and
+Anthropic, /metrics numbers as Prometheus reads them.
 """
 
 from collections.abc import Mapping, Sequence
