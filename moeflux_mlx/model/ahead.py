@@ -38,7 +38,7 @@ class LayersAhead:
     def takes(self, span: Span, dtype: mx.Dtype) -> bool:
         """Whether `pass_span` takes the span, with activations of `dtype`."""
         fits = MAX_TOKENS < span.tokens.size <= LONGEST and span.length <= span.block and not span.images.placed
-        if not fits or backend.name() != "cuda":
+        if not fits or span.layer == len(self._layers) or backend.name() != "cuda":
             return False
         if dtype not in self._are_lazy:
             self._are_lazy[dtype] = all(layer.is_lazy(dtype, LONGEST) for layer in self._layers)

@@ -213,6 +213,27 @@ def test_an_error_in_either_thread_leaves_a_span_between_two_layers(family, kind
                 assert bits(mx.zeros(1), cache)[1:] == expected[0][1:]
 
 
+class Passed(Span):
+    """Raises when all layers have been passed, before the logits are computed."""
+
+    at: ClassVar[int | None] = None
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "reached" and value[0] == Passed.at:
+            raise Stop
+
+
+def test_an_error_behind_the_last_layer():
+    model = opened("qwen3_moe")
+    cache, other = model.make_cache(), model.make_cache()
+    wanted = bits(advance(model, span_of(model, 0, 20), other), other)
+    span, Passed.at = span_of(model, 0, 20, Passed), len(model.visits)
+    with pytest.raises(Stop):
+        advance(model, span, cache)
+    assert span.layer == len(model.visits) and bits(advance(model, span, cache), cache) == wanted
+
+
 def test_experts_that_are_closed_meanwhile():
     model = opened("qwen3_moe")
     cache = model.make_cache()
