@@ -6,9 +6,10 @@ in the first. So it takes spans for which the host needs no value before the las
 the span is left, it does nothing.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from copy import copy
 
@@ -63,7 +64,8 @@ class LayersAhead:
             with _builder() as thread:
                 begin(span.layer, span.hidden)
                 for i in range(span.layer, count):
-                    h, states = jobs.pop().result()
+                    h, states = jobs[0].result()
+                    jobs.clear()
                     yield i / count
                     if i + 1 < count:
                         begin(i + 1, h)
@@ -72,6 +74,7 @@ class LayersAhead:
                     span.reached = i + 1, h
                     del handed[i]
         except BaseException:
+            _end(jobs)
             if span.layer in handed:
                 span.chosen.clear()
                 span.chosen.update(handed[span.layer])
@@ -80,12 +83,22 @@ class LayersAhead:
             raise
 
 
+def _end(jobs: Sequence[Future[Built]]) -> None:
+    """Waits for the jobs, whatever interrupts come meanwhile: until then they write to caches."""
+    has_ended = False
+    while not has_ended:
+        with suppress(KeyboardInterrupt):
+            has_ended = all(job.done() for job in jobs)
+            time.sleep(0 if has_ended else 0.001)
+
+
 @contextmanager
 def _builder() -> Iterator[ThreadPoolExecutor]:
     """A thread that builds graphs for this one; it has ended at the end of the block."""
     stream = mx.default_stream(mx.default_device())
     with ThreadPoolExecutor(1, "moeflux-layers", mx.set_default_stream, (stream,)) as thread:
         try:
+            thread.submit(bool)  # starts it: an interrupt in its start would lose the job
             yield thread
         finally:
             thread.submit(mx.clear_streams)  # as at the end of the thread of all models

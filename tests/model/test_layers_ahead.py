@@ -4,7 +4,9 @@ Kernels of CUDA are replaced by sums of their inputs, so every value depends on 
 """
 
 import json
+import signal
 import threading
+import time
 from contextlib import closing
 from itertools import count
 from random import Random
@@ -211,6 +213,30 @@ def test_an_error_in_either_thread_leaves_a_span_between_two_layers(family, kind
             else:
                 span.drop(cache)
                 assert bits(mx.zeros(1), cache)[1:] == expected[0][1:]
+
+
+def test_a_second_interrupt_waits_for_the_second_thread():
+    """Otherwise the layer that it builds would have the tokens twice."""
+    model, made = opened("qwen3_moe"), []
+    cache, other = model.make_cache(), model.make_cache()
+    wanted = bits(advance(model, span_of(model, 0, 20), other), other)
+    span, mix = span_of(model, 0, 20), model.visits[1].mix_span
+
+    def interrupting(*given):
+        for _ in range(0 if made else 2):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.1)
+        made.append(0)
+        return mix(*given)
+
+    model.visits[1].mix_span = interrupting
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test in the background has none
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            advance(model, span, cache)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert made and bits(advance(model, span, cache), cache) == wanted
 
 
 class Passed(Span):
