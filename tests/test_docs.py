@@ -28,7 +28,7 @@ SOURCES = [
     file
     for name in ("moeflux_mlx", "native", "metal", "scripts", "tests")
     for file in (ROOT / name).rglob("*")
-    if file.suffix in (".py", ".h", ".c", ".metal") and file != Path(__file__).resolve()
+    if file.suffix in (".py", ".h", ".c", ".metal", ".html") and file != Path(__file__).resolve()
 ]
 PLACES = ("", "moeflux_mlx", "scripts", "scripts/bench", "tests", "tests/fixtures")  # the folders at which paths begin
 ELSEWHERE = {"conversion_mapping.py", "gate_up_proj_bias", "max_kv_size", "host.docker.internal"}  # not our names
@@ -190,13 +190,13 @@ def unknown_names(text):
 def missing_files(text):
     """Returns paths of sources, alone or in a command, that exist in none of `PLACES`."""
     code = " ".join(re.findall(r"`([^`\n]+)`", text))
-    paths = re.findall(r"(?<![\w./-])[\w./-]*/[\w.-]+\.(?:py|h|c|metal|tsv)\b", code)
+    paths = re.findall(r"(?<![\w./-])[\w./-]*/[\w.-]+\.(?:py|h|c|metal|html|tsv)\b", code)
     return [path for path in paths if not any((ROOT / place / path).exists() for place in PLACES)]
 
 
 def misplaced_names(text):
     """Returns (path, name) for each "`path`: `name`, `name`" whose file does not have that name."""
-    pairs = re.findall(r"`([\w/.]+\.(?:py|h|c|metal))`:((?:,? `\w+`)+)", text)
+    pairs = re.findall(r"`([\w/.]+\.(?:py|h|c|metal|html))`:((?:,? `\w+`)+)", text)
     files = [(path, (ROOT / "moeflux_mlx" / path, ROOT / path), re.findall(r"\w+", names)) for path, names in pairs]
     return [
         (path, name)

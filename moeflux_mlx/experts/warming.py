@@ -1,6 +1,6 @@
 """Fills free memory of the pools with the experts that earlier sessions used most.
 
-It evicts nothing, and the drive makes these reads only while nobody else wants it (`reader.DriveQueue`). It never
+It evicts nothing, and the drive makes these reads only while nobody else wants it (`reads.DriveQueue`). It never
 changes which bytes are used.
 """
 

@@ -97,7 +97,7 @@ def test_compiled_step_equals_the_plain_one(resident_model):
         assert step.takes(tokens, [fixed])
         got, model.decode_step = model(tokens, fixed), None
         want, model.decode_step = model(tokens, plain), step
-        np.testing.assert_allclose(np.array(got), np.array(want), atol=2e-5)
+        np.testing.assert_allclose(np.array(got), np.array(want), atol=5e-5)
     assert [c.offset for c in fixed] == [c.offset for c in plain]
 
 
