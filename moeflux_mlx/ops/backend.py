@@ -91,19 +91,21 @@ def leave(x: mx.array | np.ndarray) -> mx.array:
     return mx.array(x) if isinstance(x, np.ndarray) else x
 
 
-def of_kind(array: AnyArray, x: AnyArray) -> AnyArray:
+def of_kind(array: AnyArray, x: Array) -> Array:
     """`array` as an array of x's kind: beside numpy's it is read in place, beside MLX's it is converted."""
     return view(array) if isinstance(x, np.ndarray) else leave(array)
 
 
-def kernels_take(x: AnyArray, refusal: Callable[..., Reason | None], *case: object) -> TypeGuard[mx.array]:
+def kernels_take(x: np.ndarray | mx.array, refusal: Callable[..., Reason | None], *case: object) -> TypeGuard[mx.array]:
     """Whether a GPU's kernels compute with x: it is MLX's, and `refusal` has no reason against the case on this
     backend.
     """
     return not isinstance(x, np.ndarray) and not refusal(name(), *case)
 
 
-def native_takes(x: AnyArray, refusal: Callable[..., Reason | None], *case: object) -> TypeGuard[np.ndarray]:
+def native_takes(
+    x: np.ndarray | mx.array, refusal: Callable[..., Reason | None], *case: object
+) -> TypeGuard[np.ndarray]:
     """Whether a native form computes with x: it is numpy's, and `refusal` has no reason against the case."""
     return isinstance(x, np.ndarray) and not refusal(*case)
 
@@ -176,19 +178,19 @@ def contiguous(x: Array) -> Array:
     return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else mx.contiguous(x)
 
 
-def view(x: AnyArray) -> np.ndarray:
+def view(x: np.ndarray | mx.array) -> np.ndarray:
     """The evaluated array's own memory, row-contiguous; bfloat16 as uint16."""
     if not isinstance(x, np.ndarray):
         x = np.asarray(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
     return np.ascontiguousarray(x)
 
 
-def library_of(x: AnyArray) -> ModuleType:
+def library_of(x: Array) -> ModuleType:
     """The module whose functions take arrays of x's kind: `mlx.core` or numpy."""
     return np if isinstance(x, np.ndarray) else mx
 
 
-def dtype_of(x: AnyArray) -> mx.Dtype:
+def dtype_of(x: Array) -> mx.Dtype:
     """The dtype of MLX's or numpy's activations."""
     return mx.float32 if isinstance(x, np.ndarray) else x.dtype
 

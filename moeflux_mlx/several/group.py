@@ -108,9 +108,9 @@ class Exchange:
             raise
         return Gathered(messages[:, HEADER:], tuple(int(flag) for flag in heads[:, 3]))
 
-    def _gathered(self, header: np.ndarray, words: AnyArray) -> tuple[AnyArray, np.ndarray]:
+    def _gathered(self, header: np.ndarray, words: Array) -> tuple[Array, np.ndarray]:
         """All messages and their headers; if words stay on a device, only the headers come to the host."""
-        messages: AnyArray = self.group.gather(library_of(words).concatenate([of_kind(header, words), words]))
+        messages = self.group.gather(library_of(words).concatenate([of_kind(header, words), words]))
         return messages, np.array(contiguous(messages[:, :HEADER]))  # a view would copy all of it to the host
 
     def _check(self, rank: int, theirs: np.ndarray, own: np.ndarray) -> None:
