@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..caches.layer_cache import LayerCache
-from ..ops.backend import AnyArray, dtype_of, of_kind
+from ..ops.backend import AnyArray, Array, dtype_of, of_kind
 
 
 class ImageRows(NamedTuple):
@@ -157,5 +157,5 @@ def _gain(image: Image) -> int:
     return max(image.grid) - image.length if image.grid else 0
 
 
-def _like(rows: mx.array, hidden: AnyArray) -> AnyArray:
+def _like(rows: mx.array, hidden: Array) -> Array:
     return of_kind(rows.astype(dtype_of(hidden)), hidden)
