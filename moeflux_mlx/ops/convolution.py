@@ -77,7 +77,7 @@ def plan_step(
     return Launch(target, STEP, template, (ceildiv(channels, THREADS), 1), THREADS, outputs)
 
 
-def convolution_sums(x: Array, state: RecurrentState, weight: AnyArray, more: AnyArray = None) -> AnyArray:
+def convolution_sums(x: Array, state: RecurrentState, weight: mx.array, more: Array | None = None) -> Array:
     """The convolution of the next inputs x [B, L, channels] of one text or of a batch, float32; updates `state`.
 
     Args:

@@ -168,7 +168,7 @@ class HeldLatents(NamedTuple):
     has_gaps: bool = False
 
 
-def _append(cache: Positions, latent: AnyArray, k_pe: AnyArray) -> tuple[AnyArray, AnyArray, AttentionMask]:
+def _append(cache: Positions, latent: Array, k_pe: Array) -> tuple[AnyArray, AnyArray, AttentionMask]:
     """Appends the tokens; returns latents [B, P, N] and rotated keys [B, P, R] of all positions, and a token's mask."""
     B, L = latent.shape[:2]
     entry = k_pe.reshape(B, 1, L, k_pe.shape[-1])
@@ -183,7 +183,7 @@ def _append(cache: Positions, latent: AnyArray, k_pe: AnyArray) -> tuple[AnyArra
 # ---- attention
 
 
-def _over(q_nope: AnyArray, q_pe: AnyArray, held: HeldLatents, at_once: int, matrices: Matrices) -> AnyArray:
+def _over(q_nope: Array, q_pe: Array, held: HeldLatents, at_once: int, matrices: Matrices) -> Array:
     """[B, L, heads * v] of queries in attention's layout."""
     return (_native if isinstance(q_nope, np.ndarray) else _ops)(q_nope, q_pe, held, at_once, matrices)
 

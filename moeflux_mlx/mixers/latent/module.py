@@ -126,7 +126,7 @@ class MLA(MixerModule):
         q = self._queries_and_gates(parts)[0] if self.mixer.takes_both else q
         return attend_latent(q, kv, caches[0], self._queries(), self._key(), self._value(), **around)
 
-    def _with_normed_key(self, kv: Array) -> AnyArray:
+    def _with_normed_key(self, kv: Array) -> Array:
         """Latents and keys [B, L, N + R], with the keys normed if they have a norm."""
         if not self.mixer.key_norm:
             return kv
@@ -263,7 +263,7 @@ class IndexedMLA(MLA):
             sinks=self.get("sinks"),
         )
 
-    def _latents(self, others: Sequence[AnyArray], chosen: Chosen) -> AnyArray:
+    def _latents(self, others: Sequence[Array], chosen: Chosen) -> Array:
         """Latents and keys [B, L, N + R], of the layer's own matrix or handed on by an earlier layer."""
         slot = "latents" if self.rope else "unrotated"
         if self.mixer.borrows:

@@ -131,7 +131,7 @@ class Up(NamedTuple):
     norm: Norm
 
 
-def beside_normed(x: Array, norm: Norm) -> AnyArray:
+def beside_normed(x: Array, norm: Norm) -> Array:
     """[..., 2 N] of x [..., N]: norm(x), and behind it x."""
     return library_of(x).concatenate([norm(x), x], axis=-1)
 
