@@ -335,7 +335,7 @@ class Model(nn.Module):
             h = layer(h, caches, chosen, inputs)
         return h
 
-    def draft_states(self, span: Span, start: int, end: int) -> AnyArray:
+    def draft_states(self, span: Span, start: int, end: int) -> EitherArray:
         """A draft head's input for the tokens from `start` to `end` of a span that has passed all layers."""
         assert self.head is not None
         with self._computing():

@@ -121,7 +121,7 @@ def takes_messages(x: Array, low: Weights | None, up: Weights | None, gates: int
     return not (is_odd or form_refusal(low.quant, low.shape[1]) or form_refusal(up.quant, up.shape[1]))
 
 
-def let_in(h: mx.array, low: Weights, up: Weights, eps: float, gates: int) -> AnyArray:
+def let_in(h: mx.array, low: Weights, up: Weights, eps: float, gates: int) -> mx.array:
     """The inputs [1, 1, gates * D] with messages let in.
 
     Args:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..kinds import HeadBlocks, Indexer, KeyBlocks
 from . import backend, gpu_time
-from .backend import AnyArray, Array, arange, leave, library_of, of_kind
+from .backend import AnyArray, Array, EitherArray, arange, leave, library_of, of_kind
 from .elementwise import float32
 from .launch import LEAST_ELEMENTS, MOST_THREADS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import CentredNorm, Norm
@@ -100,7 +100,7 @@ class KeyStepping(Protocol):
     def held(self, dtype: mx.Dtype) -> Held:
         """The contents before a token, with entries of `dtype`."""
 
-    def advance(self, recent: AnyArray) -> None:
+    def advance(self, recent: EitherArray) -> None:
         """Replaces `recent` by a copy with one more token."""
 
 

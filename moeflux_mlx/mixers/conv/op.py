@@ -47,7 +47,7 @@ def short_conv(projected: Array, state: RecurrentState | StepRows, weight: mx.ar
     return _on_operations(projected, state, weight, sizes)
 
 
-def _on_operations(projected: Any, state: RecurrentState, weight: mx.array, sizes: ShortConv) -> AnyArray:
+def _on_operations(projected: Array, state: RecurrentState, weight: mx.array, sizes: ShortConv) -> Array:
     """`short_conv` of the next tokens of one text or of a batch."""
     B, C, x = split(projected, sizes.channels, 2 * sizes.channels)
     with np.errstate(invalid="ignore"):  # damaged weights give NaN here and an error where logits are checked

@@ -205,7 +205,7 @@ def attend_latent(
     if isinstance(cache, StepRows):
         has_kernels = kernels_take(q, refusal, True, *sizes)
 
-        def compute(rows: StepRows, q: AnyArray, kv: AnyArray) -> AnyArray:
+        def compute(rows: StepRows, q: mx.array, kv: AnyArray) -> AnyArray:
             given = queries, key, value, norm, rope, scale
             if has_kernels:
                 return _on_kernels(q, kv, rows, *given, sinks=sinks)
@@ -281,7 +281,7 @@ def _abreast(heads: int, row: int) -> int:
 
 
 def _on_kernels(
-    q: AnyArray,
+    q: mx.array,
     kv: AnyArray,
     rows: StepRows,
     queries: Queries,

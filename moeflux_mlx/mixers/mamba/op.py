@@ -91,7 +91,7 @@ def mamba(projected: Array, state: RecurrentState | StepRows, w: MambaWeights, s
     return whole
 
 
-def _on_operations(projected: Any, state: RecurrentState, w: MambaWeights, sizes: Mamba2) -> AnyArray:
+def _on_operations(projected: Array, state: RecurrentState, w: MambaWeights, sizes: Mamba2) -> Array:
     """`mamba` of the next tokens of one text or of a batch."""
     batch, length, _ = projected.shape
     library: Any = library_of(projected)
