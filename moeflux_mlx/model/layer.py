@@ -186,7 +186,7 @@ class DecoderLayer(nn.Module):
         """The stream by which the next layer's choice is predicted, if the experts' input is normed before them."""
         return kept[:1] if isinstance(self.mlp, MoE) and isinstance(self.residual, NormedApart) else ()
 
-    def finish(self, x: AnyArray, kept: Sequence[AnyArray], ids: np.ndarray) -> AnyArray:
+    def finish(self, x: mx.array, kept: Sequence[mx.array], ids: np.ndarray) -> mx.array:
         """The output for a token of a layer that `may_be_queued`, from the input of its feed-forward part, what the
         residual keeps, and the ids that it has chosen, for which the host does not wait again.
         """

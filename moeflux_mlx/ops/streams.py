@@ -141,7 +141,7 @@ class Gather(NamedTuple):
     weights: Launch
 
 
-def _from_products(launches: Gather, h: AnyArray, made: mx.array, by: Mapping) -> tuple[mx.array, mx.array]:
+def _from_products(launches: Gather, h: mx.array, made: mx.array, by: Mapping) -> tuple[mx.array, mx.array]:
     """`gathered` of one token [1, 1, n * D], from the products with its streams."""
     x, mixing = launches.weights(h, made, *by.inputs)
     return x, mixing

@@ -13,12 +13,12 @@ import time
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Generic, Protocol
 
 import numpy as np
 
 from ..errors import RankError
-from ..ops.backend import AnyArray, Array, contiguous, library_of, of_kind
+from ..ops.backend import Array, contiguous, library_of, of_kind
 
 MAGIC = 0x4D464C52  # "MFLR"
 HEADER = 5  # words: MAGIC, number of the message, its kind, the sender's flag, a checksum of what all must agree on
@@ -54,10 +54,10 @@ class Group(Protocol):
 
 
 @dataclass(frozen=True)
-class Gathered:
+class Gathered(Generic[Array]):
     """The result of an exchange: the words [size, n] and the flag of every process."""
 
-    words: AnyArray
+    words: Array
     flags: tuple[int, ...]
 
     def first(self, flag: int) -> int | None:
@@ -82,7 +82,7 @@ class Exchange:
         self.is_broken = self.has_ended = False
         self.pending: BaseException | None = None
 
-    def __call__(self, kind: int, words: Array, agreed: np.ndarray | None = None, flag: int = FINE) -> Gathered:
+    def __call__(self, kind: int, words: Array, agreed: np.ndarray | None = None, flag: int = FINE) -> Gathered[Array]:
         """Sends `words` [n] uint32 and receives those of the others.
 
         Args:
