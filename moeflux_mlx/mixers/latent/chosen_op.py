@@ -19,7 +19,7 @@ from ...ops.backend import AnyArray, Array, arange, kernels_take, library_of, vi
 from ...ops.gather_rows import gather_rows
 from ...ops.index import Index, Projections, TokenPlace, append_keys, choose, choose_blocks_step, choose_step, slices
 from ...ops.norm import Norm
-from ...ops.positions import Positions
+from ...ops.positions import Positions, Steps
 from ...ops.rope import Rope
 from ...ops.rows import AnyCache
 from ...ops.seen import Chosen, SeenBlocks
@@ -47,7 +47,7 @@ from .op import (
 def attend_indexed(
     q: Array,
     kv: Array,
-    caches: Sequence[AnyCache],
+    caches: Sequence[Steps],
     queries: Queries,
     key: HeadMatrices,
     value: HeadMatrices,
