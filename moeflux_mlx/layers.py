@@ -258,7 +258,7 @@ class LastProduct:
     scale: float
 
     def __call__(self, hidden: Array) -> Array:
-        logits: AnyArray = linear(hidden, self.matrix)
+        logits: Array = linear(hidden, self.matrix)
         return softcap(logits if self.scale == 1.0 else logits * self.scale, self.cap)
 
 

@@ -272,7 +272,9 @@ class DecoderLayer(nn.Module):
             self._relieve()
             x, *kept = self._mixed(backend.contiguous(h[:, start:end]), caches, span.chosen[start], tokens)
             self._relieve()
-            prepared: AnyArray = self.mlp.prepare(x, self._second_norm, self._ids(x, tokens))  # up to where rows meet
+            prepared: tuple[Array, ...] = self.mlp.prepare(
+                x, self._second_norm, self._ids(x, tokens)
+            )  # up to where rows meet
             part = *kept, *prepared
             backend.start(*part, *(array for cache in caches for array in cache.state[:-1]))
             span.passed(end, caches)
@@ -290,7 +292,7 @@ class DecoderLayer(nn.Module):
 
     def _convolved(self, out: Array, rows: MixedRows) -> Array:
         """The feed-forward part's output [B, N, D] for `rows`, convolved text by text."""
-        parts, at = list[AnyArray](), 0
+        parts, at = list[Array](), 0
         for cache, number, span in rows.behind:
             for start, end in span.blocks([cache]):
                 own = backend.contiguous(out[:, at + start : at + end])

@@ -87,7 +87,7 @@ def convolution_sums(x: Array, state: RecurrentState, weight: mx.array, more: Ar
     """
     (batch, length, channels), taps, library = x.shape, weight.shape[1], library_of(x)
     shape = batch, taps - 1, channels
-    before: AnyArray = library.zeros(shape, x.dtype) if state.conv is None else of_kind(state.conv, x)
+    before: Array = library.zeros(shape, x.dtype) if state.conv is None else of_kind(state.conv, x)
     inputs, weights = library.concatenate([before.astype(x.dtype), x], axis=1), of_kind(weight, x)
     total: Any = 0.0
     with np.errstate(invalid="ignore"):  # damaged weights give NaN here and an error where logits are checked

@@ -339,7 +339,7 @@ def expert_down_combine(
 
 def each_down(act: Array, slots: Array, records: Records, alone: bool) -> Array:
     """down_k act[k] + its bias for each expert of each token, float32 [T * K, H]."""
-    act, slots, parts = act.reshape(slots.size, 1, -1), slots.reshape(-1, 1), list[AnyArray]()
+    act, slots, parts = act.reshape(slots.size, 1, -1), slots.reshape(-1, 1), list[Array]()
     for start in range(0, len(act), MAX_TOKENS):
         some = slice(start, start + MAX_TOKENS)
         shapes = (len(act[some]), 1), (len(act[some]), records.record.hidden_size)

@@ -95,7 +95,7 @@ class HeadClip(nn.Module):
             self.weight = mx.ones((heads, width))
 
     def __call__(self, x: Array) -> Array:
-        wide: AnyArray = float32(x)
+        wide: Array = float32(x)
         if "weight" in self:
             wide = wide * float32(of_kind(self.weight, x))
         library = library_of(x)
@@ -331,7 +331,7 @@ class AttentionOfInputs(Attention):
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         width = self.q_proj.shape[1]
-        inputs: Sequence[AnyArray] = [x] * 3 if x.shape[-1] == width else split(x, width, 2 * width)
+        inputs: Sequence[Array] = [x] * 3 if x.shape[-1] == width else split(x, width, 2 * width)
         has_own = self.mixer.inputs > 1
         norms = [self.q_input_norm, self.k_input_norm, self.v_input_norm] if has_own else [norm] * 3
         parts = zip(self._own, inputs, norms, strict=True)
