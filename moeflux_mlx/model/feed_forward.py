@@ -92,7 +92,7 @@ class SharingMoE(MoE):
         weights, beside = self._shares(before.x, before.logits, before.weights, residual)
         return before._replace(residual=beside, weights=weights, host_copy=[])
 
-    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Array | None = None) -> tuple[Array, ...]:
         B, L, _ = residual.shape
         x, logits, _ = self._routed(residual, norm)
         ids, scores = self.route(logits, tokens)
@@ -132,7 +132,7 @@ class MoEBetweenStreams(MoE):
         before = super().choose(residual, norm, predict, *more)
         return before._replace(residual=zeros_like(residual))
 
-    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Array | None = None) -> tuple[Array, ...]:
         """As `MoE.prepare`, without `residual`."""
         return super().prepare(residual, norm, tokens)[1:]
 
@@ -143,11 +143,11 @@ class MoEBetweenStreams(MoE):
 class LatentMoEBetweenStreams(MoEBetweenStreams, LatentMoE):
     """A `LatentMoE` that adds its output to nothing."""
 
-    def _shared_output(self, residual: Array, x: Array, gates: Array) -> AnyArray:
+    def _shared_output(self, residual: Array, x: Array, gates: Array) -> Array | None:
         shared = self._shared(gates)
         return None if shared is None else shared.rows(x).reshape(residual.shape)
 
-    def _joined(self, residual: AnyArray, made: AnyArray, beside: AnyArray) -> AnyArray:
+    def _joined(self, residual: Array | None, made: Array, beside: Array | None) -> Array:
         return super()._joined(None, made, beside)
 
 
@@ -179,7 +179,7 @@ class ShortcutMoE(MoE):
         returned = (own.astype(before.x.dtype) * before.x).reshape(residual.shape)
         return before._replace(residual=returned, ids=ids, weights=weights, host_copy=[])
 
-    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Array | None = None) -> tuple[Array, ...]:
         parts = Prepared(*super().prepare(residual, norm, tokens))
         ids, weights, own = without_identities(parts.ids, parts.weights, self._count)
         return parts._replace(residual=own.astype(parts.x.dtype) * parts.x, ids=ids, weights=weights)

@@ -160,7 +160,7 @@ class MoE(nn.Module):
         added_to = self._added_to(before.residual, before.x)
         return self._joined(before.residual, experts(routing, before.x, added_to, shared), before.beside)
 
-    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Array | None = None) -> tuple[Array, ...]:
         """Computes for many tokens what depends on each token alone; `finish` takes the results of one block of tokens,
         or of several joined.
 
@@ -352,7 +352,7 @@ class LatentMoE(MoE):
         latent = self.fc1_latent_proj(x)
         return self.latent_input_norm(latent) if "latent_input_norm" in self else latent
 
-    def _shared_output(self, residual: Array, x: Array, gates: Array) -> AnyArray:
+    def _shared_output(self, residual: Array, x: Array, gates: Array) -> Array | None:
         """Including the stream."""
         shared = self._shared(gates)
         return None if shared is None else shared.rows(x, residual.reshape(x.shape)).reshape(residual.shape)
@@ -378,7 +378,7 @@ class InputScalingMoE(MoE):
         x, weights = scaled_input(before.x, before.weights)
         return before._replace(residual=before.beside, x=x, weights=weights, host_copy=[], beside=None)
 
-    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Array | None = None) -> tuple[Array, ...]:
         _, x, ids, weights, beside = super().prepare(residual, norm, tokens)
         x, weights = scaled_input(x, weights)
         return beside, x, ids, weights
@@ -386,7 +386,7 @@ class InputScalingMoE(MoE):
     def _choice(self, logits: Array) -> None:
         """None: kernels that choose themselves would weigh outputs."""
 
-    def _shared_output(self, residual: Array, x: Array, gates: Array) -> AnyArray:
+    def _shared_output(self, residual: Array, x: Array, gates: Array) -> Array | None:
         """Including the stream."""
         shared = self._shared(gates)
         return None if shared is None else shared.rows(x, residual.reshape(x.shape)).reshape(residual.shape)

@@ -151,7 +151,7 @@ class GatedConnection(nn.Module):
         """The part's input [B, L, D], and the weights [B, L, n] with which its output is added."""
         return self._mean(h)[1:]
 
-    def gather_behind(self, h: AnyArray, out: AnyArray, *mixing: AnyArray) -> tuple[AnyArray, ...]:
+    def gather_behind(self, h: Array, out: Array, *mixing: Array) -> tuple[AnyArray, ...]:
         """The streams behind the part before, whose output is `out`, and `gather` of them."""
         return self._mean(h, Behind(out, *mixing))
 

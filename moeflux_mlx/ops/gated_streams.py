@@ -67,8 +67,8 @@ def takes_token(h: Array, low: Weights, up: Weights, rule: GatedConnections) -> 
 class Behind(NamedTuple):
     """What is added to the streams: a part's output [1, 1, D], and its weight in each stream, [1, 1, n] float32."""
 
-    out: mx.array
-    weights: mx.array
+    out: AnyArray
+    weights: AnyArray
 
 
 def token_mean(

@@ -143,13 +143,13 @@ def attend_pools(
     return _over(*parts[:2], held, at_once, Matrices(key, value, scale))
 
 
-def with_tail(chosen: AnyArray, places: AnyArray, blocks: KeyBlocks, library: ModuleType) -> AnyArray:
+def with_tail(chosen: Array, places: Array, blocks: KeyBlocks, library: ModuleType) -> Array:
     """The positions [B, rows, `blocks.most`] of chosen blocks [B, rows, top], and behind them those of tokens at
     `places` that no whole block has; -1 in place of some that there are not."""
     B, rows, _ = chosen.shape
     inside = arange(blocks.ratio, library)
     positions = (chosen[..., None] * blocks.ratio + inside).reshape(B, rows, -1)
-    tails = blocks.whole(places)[:, None] * blocks.ratio + inside[:-1]
+    tails: Array = blocks.whole(places)[:, None] * blocks.ratio + inside[:-1]
     tails = library.where(tails <= places[:, None], tails, -1).astype(library.int32)
     return library.concatenate([positions, library.broadcast_to(tails, (B, *tails.shape))], axis=-1)
 
