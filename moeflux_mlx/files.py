@@ -145,7 +145,7 @@ def _untagged(value: JsonDict) -> JsonValue:
     return float(value["__float__"]) if is_tagged else value
 
 
-def tagged(value: JsonValue) -> JsonValue:
+def tagged(value: object) -> JsonValue:
     """A value of `read_json` in a form that JSON can express."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"__float__": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}

@@ -114,7 +114,7 @@ class Linear(Weight):
         return y if residual is None else residual + y
 
 
-def normed_with_weights(x: Array, norm: Norm | None, weights: Linear) -> tuple[AnyArray, AnyArray]:
+def normed_with_weights(x: Array, norm: Norm | None, weights: Linear) -> tuple[Array, Array]:
     """norm(x) [B, L, D], and its product with `weights`, float32 [B, L, rows of `weights`]."""
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     normed, made = router_logits(x, weight, eps, weights)
@@ -230,7 +230,7 @@ class BranchConvolution(Convolution):
         super().__init__(rule.channels, rule.taps)
         self.factor = rule.factor
 
-    def __call__(self, x: Array, cache: AnyCache, residual: AnyArray = None) -> AnyArray:
+    def __call__(self, x: Array, cache: AnyCache, residual: Array | None = None) -> AnyArray:
         return convolved(x, cache, self.weight, self.factor, residual=residual)
 
 
@@ -258,7 +258,7 @@ class LastProduct:
     scale: float
 
     def __call__(self, hidden: Array) -> Array:
-        logits: AnyArray = linear(hidden, self.matrix)
+        logits: Array = linear(hidden, self.matrix)
         return softcap(logits if self.scale == 1.0 else logits * self.scale, self.cap)
 
 

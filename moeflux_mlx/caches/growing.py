@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops import backend
-from ..ops.backend import AnyArray, leave, view
+from ..ops.backend import EitherArray, leave, view
 from ..ops.launch import Shape
 from ..ops.positions import RECENT, Held, Rows
 from .layer_cache import Arrays, LayerCache, LayerPart, State
@@ -229,7 +229,7 @@ class Stepping(Growing[LayerPart]):
 
     def __init__(self, part: LayerPart):
         super().__init__(part)
-        self._recent: Any = None  # mx.array | np.ndarray | None
+        self._recent: EitherArray | None = None
         self._begun = 0  # the first position of `recent`
 
     @abstractmethod
@@ -240,7 +240,7 @@ class Stepping(Growing[LayerPart]):
     def recent_shape(self) -> Shape:
         raise NotImplementedError
 
-    def parts(self, recent: AnyArray, length: int) -> tuple[AnyArray, AnyArray]:
+    def parts(self, recent: EitherArray, length: int) -> tuple[EitherArray, EitherArray]:
         """The first positions of each array, [1, heads, length, .]."""
         raise NotImplementedError
 
@@ -266,7 +266,7 @@ class Stepping(Growing[LayerPart]):
         first = self.offset - self._begun
         return _positions(self._begun, self.keys.shape[2], self.position - self.offset)[first : first + n]
 
-    def advance(self, recent: AnyArray) -> None:
+    def advance(self, recent: EitherArray) -> None:
         """`recent` with one token more takes its place."""
         self._recent = recent
         self.offset += 1

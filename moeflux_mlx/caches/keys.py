@@ -3,7 +3,7 @@
 from abc import abstractmethod
 
 from ..kinds import Indexer
-from ..ops.backend import AnyArray
+from ..ops.backend import EitherArray
 from ..ops.launch import Shape
 from ..ops.positions import RECENT, Rows
 from .growing import Stepping
@@ -28,6 +28,6 @@ class KeyCache(Stepping[LayerPart]):
     def recent_shape(self) -> Shape:
         return RECENT, self.indexer.dim
 
-    def parts(self, recent: AnyArray, length: int) -> tuple[AnyArray, AnyArray]:
+    def parts(self, recent: EitherArray, length: int) -> tuple[EitherArray, EitherArray]:
         keys = recent[None, None, :length]
         return keys, keys[..., :0]

@@ -146,7 +146,7 @@ class LayerCache(ABC, Generic[LayerPart]):
         """A function that makes the traced stand-in for the next n tokens; None if no stand-in serves all of them."""
 
     @abstractmethod
-    def step_arrays(self, n: int = 1) -> list[AnyArray]:
+    def step_arrays(self, n: int = 1) -> list[mx.array | None]:
         """The arrays of the traced stand-in for the next n tokens."""
 
     @abstractmethod

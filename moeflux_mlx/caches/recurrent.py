@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import mlx.core as mx
 
-from ..ops.backend import AnyArray
 from ..ops.launch import Shape
 from ..ops.rows import as_rows
 from .layer_cache import FLOAT_BYTES, Arrays, JoinedRow, LayerCache, Same, State, StoredPart, WayBack
@@ -16,16 +15,16 @@ from .stand_in import Traced, TracedKind
 class Absorbed:
     """What operations see of such a state: `arrays` [B, ...], None before the first token; and the tokens' number."""
 
-    arrays: list[AnyArray]
+    arrays: list[mx.array | None]
     offset: Any = 0
 
     @property
-    def conv(self) -> AnyArray:
+    def conv(self) -> mx.array | None:
         """The last raw inputs of a convolution."""
         return self.arrays[0]
 
     @property
-    def recurrent(self) -> AnyArray:
+    def recurrent(self) -> mx.array | None:
         """The second array."""
         return self.arrays[1]
 
@@ -50,19 +49,19 @@ class RecurrentCache(Absorbed, LayerCache[Any]):
     def __init__(self, part: Any):
         super().__init__(part)
         self.joined: JoinedRow | None = None
-        self._arrays: list[Any] = self._none()
+        self._arrays: list[mx.array | None] = self._none()
 
     @property
-    def arrays(self) -> list[AnyArray]:
+    def arrays(self) -> list[mx.array | None]:
         """The sequence's own arrays [B, ...], None before the first token."""
         self.separate()
         return self._arrays
 
     @arrays.setter
-    def arrays(self, value: list[AnyArray]) -> None:
+    def arrays(self, value: list[mx.array | None]) -> None:
         self._arrays, self.joined = value, None
 
-    def _none(self) -> list[None]:
+    def _none(self) -> list[mx.array | None]:
         return [None] * len(self.stored_shapes(0))
 
     def bytes_for(self, positions: int, itemsize: int) -> int:
@@ -106,7 +105,7 @@ class RecurrentCache(Absorbed, LayerCache[Any]):
         """A function that makes the traced stand-in for the next n tokens."""
         return self.stand_in
 
-    def step_arrays(self, n: int = 1) -> list[mx.array]:
+    def step_arrays(self, n: int = 1) -> list[mx.array | None]:
         """The arrays of the traced stand-in for the next n tokens."""
         return self.arrays
 
@@ -158,4 +157,4 @@ def joined_arrays(caches: Sequence[RecurrentCache]) -> Sequence[mx.array]:
         rows = (one.joined for one in caches)
         if all(row is not None and row.arrays is first.arrays and row.row == i for i, row in enumerate(rows)):
             return first.arrays
-    return as_rows([one.arrays for one in caches])
+    return as_rows([cast(list[mx.array], one.arrays) for one in caches])

@@ -31,7 +31,7 @@ from ..model.tables import Tables
 from ..model.tokens import Tokens, check_vocabulary
 from ..model.weights import fill
 from ..ops import backend, native
-from ..ops.backend import AnyArray
+from ..ops.backend import EitherArray
 from ..ops.forms import NAMES
 from ..ops.limits import within_limits
 from ..ops.observe import observing
@@ -177,7 +177,7 @@ class LayerRun:
         """The hidden states [1, L, .] of a text after that number of layers, as the layers take them."""
         return self._entered(read_tensors(self._file(layer))[f"text.{number}"])
 
-    def _entered(self, array: mx.array) -> AnyArray:
+    def _entered(self, array: mx.array) -> EitherArray:
         return backend.enter(array, self.dtype) if self._suits_cpu else array
 
     def _embedded(self) -> Iterator[mx.array]:

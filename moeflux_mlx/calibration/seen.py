@@ -111,19 +111,19 @@ class Sums:
         """The moments of the mean row; zeros if there is no row."""
         return self.total / np.float32(self.weight or 1)
 
-    def add(self, x: AnyArray, weights: np.ndarray | None = None) -> None:
+    def add(self, x: Array, weights: np.ndarray | None = None) -> None:
         """Adds rows [N, columns] float32, with weights float32 [N]."""
         products = self.total.ndim == 2
         self.total += moments(x, products) if weights is None else moments(weighted(x, weights), products)
         self.weight += len(x) if weights is None else float(weights.sum(dtype=np.float64))
 
 
-def moments(x: AnyArray, products: bool) -> np.ndarray:
+def moments(x: Array, products: bool) -> np.ndarray:
     """Sums over rows x [N, columns]: of x x^T [columns, columns] if `products` are wanted, else of x^2 [columns]."""
     return np.array(x.T @ x if products else (x * x).sum(axis=0))
 
 
-def weighted(x: AnyArray, weights: np.ndarray) -> AnyArray:
+def weighted(x: Array, weights: np.ndarray) -> Array:
     """Rows x [N, columns], so that the moments of each have a weight [N]."""
     factors = np.sqrt(weights)[:, None]
     return x * of_kind(factors, x)
@@ -161,7 +161,7 @@ class SeenLayer:
         self._inputs = list[AnyArray]()
         self._ids, self._weights = list[np.ndarray](), list[np.ndarray]()
 
-    def observe(self, matrix: Weights, x: AnyArray) -> None:
+    def observe(self, matrix: Weights, x: Array) -> None:
         """Adds the rows x [..., columns] of a matrix or a stack of matrices of the layer; an `Observer`."""
         members = getattr(matrix, "members", ())
         paths = sorted(self._paths[id(one)] for one in members if id(one) in self._paths)
@@ -201,18 +201,18 @@ class SeenLayer:
             weights.append(of_ids[tokens, places])
         return ExpertInputs(library_of(xs[0]).concatenate(xs), np.concatenate(weights))
 
-    def _add(self, path: str, x: AnyArray) -> None:
+    def _add(self, path: str, x: Array) -> None:
         rows = rows_of(x)
         if path not in self._sums:
             self._sums[path] = sums(rows.shape[1], self.products)
         self._sums[path].add(rows)
 
 
-def rows_at(x: AnyArray, numbers: np.ndarray) -> AnyArray:
+def rows_at(x: Array, numbers: np.ndarray) -> Array:
     """The rows with these numbers, of x's kind."""
     return x[of_kind(numbers.astype(np.int32), x)]
 
 
-def rows_of(x: AnyArray) -> AnyArray:
+def rows_of(x: Array) -> Array:
     """[N, columns] float32, of x's kind: numpy's products are faster on the CPU than MLX's."""
     return float32(x.reshape(-1, x.shape[-1]))

@@ -48,16 +48,16 @@ class FloatExpert:
     matrices: tuple[mx.array, ...]
     biases: tuple[mx.array, ...]
 
-    def activations(self, x: Array, activation: Activation) -> AnyArray:
+    def activations(self, x: Array, activation: Activation) -> Array:
         """The input [N, I] of down for rows x [N, H], as an array of x's kind."""
         made = [self._product(x, i) for i in range(len(self.matrices) - 1)]
         return activate(made[0], made[-1], activation)
 
-    def down(self, activations: Array) -> AnyArray:
+    def down(self, activations: Array) -> Array:
         """[N, H] of the result of `activations`."""
         return self._product(activations, len(self.matrices) - 1)
 
-    def _product(self, x: AnyArray, index: int) -> AnyArray:
+    def _product(self, x: Array, index: int) -> Array:
         product = linear(x, Part(None, self.matrices[index]))
         return plus(product, self.biases[index]) if self.biases else product
 
@@ -195,13 +195,13 @@ class OneByOne:
     def expect(self, layer: int, tokens: int) -> None:
         """Does nothing: each expert is read when it is computed."""
 
-    def __call__(self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None) -> AnyArray:
+    def __call__(self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None) -> Array:
         return finished(self.in_pieces(routing, x, residual, shared))
 
-    def in_pieces(self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None) -> Pieces[AnyArray]:
+    def in_pieces(self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None) -> Pieces[Array]:
         ids, weights = np.array(routing.ids), np.array(routing.weights, np.float32)
         rows = as_dtype(x, self._dtype)
-        added: AnyArray = shared.rows(x) if isinstance(shared, Shared) else shared
+        added = shared.rows(x) if isinstance(shared, Shared) else shared
         out = _zeros(rows, (len(rows), residual.shape[-1]))
         used = np.unique(ids)
         if self.observer is not None:
@@ -216,7 +216,7 @@ class OneByOne:
         return made.astype(residual.dtype)
 
     def _added(
-        self, out: AnyArray, layer: int, expert: int, x: AnyArray, weights: np.ndarray, chosen: np.ndarray
+        self, out: AnyArray, layer: int, expert: int, x: Array, weights: np.ndarray, chosen: np.ndarray
     ) -> AnyArray:
         """`out` [T, H] plus the expert's output for the rows that chose it, times their weights [T, K]."""
         loaded = self._weights.expert(layer, expert, self._dtype)
@@ -239,7 +239,7 @@ class OneByOne:
         return out
 
 
-def _zeros(like: AnyArray, shape: tuple[int, int]) -> AnyArray:
+def _zeros(like: Array, shape: tuple[int, int]) -> Array:
     """float32, of the same kind of array as `like`."""
     library = library_of(like)
     return library.zeros(shape, library.float32)

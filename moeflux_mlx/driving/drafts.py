@@ -17,7 +17,7 @@ from ..model.decoder import Model
 from ..model.head import DraftHead
 from ..model.span import Span
 from ..ops import backend
-from ..ops.backend import AnyArray, leave
+from ..ops.backend import EitherArray, leave
 from ..state.snapshot import head_rows, load_head_rows
 from ..text.boundaries import shared_length
 
@@ -35,7 +35,7 @@ class Lookup:
         self._ids = np.array(text, np.uint32)
         self._count = len(self._ids)
 
-    def add(self, token: int, hidden: AnyArray = None) -> None:
+    def add(self, token: int, hidden: EitherArray | None = None) -> None:
         """Appends `token` to the text."""
         if self._count == len(self._ids):
             self._ids = np.resize(self._ids, max(2 * self._count, 1024))
@@ -90,9 +90,9 @@ class HeadDrafts:
         self.cache: list[LayerCache] = self._head.make_cache()
         self.tokens: list[int] = []
         self.start = self.rows = self.shown = 0
-        self._waiting: list[AnyArray] = []  # hidden states of the next positions, each [1, n, hidden_size]
-        self._out: AnyArray = None  # the head's output for the last row
-        self._next_out: AnyArray = None  # the head's output for the last drafted token but one
+        self._waiting: list[EitherArray] = []  # hidden states of the next positions, each [1, n, hidden_size]
+        self._out: EitherArray | None = None  # the head's output for the last row
+        self._next_out: EitherArray | None = None  # the head's output for the last drafted token but one
         self._drafted: list[mx.array] = []  # drafted tokens [1, 1]; all but the last have a row at the end of the cache
 
     @property
@@ -143,7 +143,7 @@ class HeadDrafts:
             self.show(self._model.draft_states(span, start, end), span.start + start)
             self._absorb()
 
-    def add(self, token: int, hidden: AnyArray = None) -> None:
+    def add(self, token: int, hidden: EitherArray | None = None) -> None:
         """Appends `token` to the text; `hidden` as in `Drafts`, None if the head has it already."""
         self.tokens.append(token)
         self._drafted = []
@@ -176,7 +176,7 @@ class HeadDrafts:
         mx.async_eval(self._drafted)
         return mx.concatenate([token.reshape(-1) for token in self._drafted[:count]])
 
-    def show(self, hidden: AnyArray, position: int) -> None:
+    def show(self, hidden: EitherArray, position: int) -> None:
         """Takes hidden states [1, n, hidden_size] of the positions from `position` on."""
         if position < self.shown:
             self._cut(position)
@@ -232,9 +232,9 @@ def _go_back(cache: Sequence[LayerCache], rows: int) -> None:
         one.go_back(rows, None)
 
 
-def _divided(parts: Sequence[AnyArray], count: int) -> tuple[list[AnyArray], list[AnyArray]]:
+def _divided(parts: Sequence[EitherArray], count: int) -> tuple[list[EitherArray], list[EitherArray]]:
     """Splits parts [1, n, hidden_size] into the first `count` rows and the rest."""
-    first, rest = list[AnyArray](), list[AnyArray]()
+    first, rest = list[EitherArray](), list[EitherArray]()
     for part in parts:
         here = min(count, part.shape[1])
         count -= here

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from ..ops.backend import AnyArray, join
+from ..ops.backend import AnyArray, Array, join
 from ..ops.records import Records
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from ..ops.value_experts import ValueRows, step_values
@@ -43,11 +43,11 @@ class ValuesOf:
         made = [(self._of_rows(x[rows], host[rows], weights[rows]),) for rows in map(slice, ends, ends[1:])]
         return join(made, axis=0)[0]
 
-    def _of_rows(self, x: AnyArray, ids: np.ndarray, weights: AnyArray) -> AnyArray:
+    def _of_rows(self, x: Array, ids: np.ndarray, weights: Array) -> Array:
         """Those of up to `LEASED_TOKENS` rows."""
         return self._with(ids, lambda records, slots: step_values(x, slots, weights, records))
 
-    def _of_prompt(self, x: AnyArray, ids: np.ndarray, weights: AnyArray) -> AnyArray:
+    def _of_prompt(self, x: Array, ids: np.ndarray, weights: Array) -> Array:
         rows, few = ValueRows(x, ids), LEASED_TOKENS * ids.shape[1]
         for first in range(0, len(rows.experts), few):
             some = slice(first, first + few)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..formats.record import ExpertLayout, Key
 from ..ops import backend
-from ..ops.backend import AnyArray, Array
+from ..ops.backend import Array, EitherArray
 from ..ops.expert_rows import refusal
 from ..ops.grouped import GroupedRows
 from ..ops.tiles import LEASED_TOKENS
@@ -110,7 +110,9 @@ def expect(source: ExpertLoader, layer: int, tokens: int, owned: Owned = all_of)
         source.hint(_whole(source.layout, layer, owned)[: source.slots_of(layer) // AHEAD])
 
 
-def _run(source: ExpertLoader, layer: int, wave: np.ndarray, rows: GroupedRows, index: int, path: "_Path") -> AnyArray:
+def _run(
+    source: ExpertLoader, layer: int, wave: np.ndarray, rows: GroupedRows, index: int, path: "_Path"
+) -> EitherArray:
     """Multiplies one wave while the next records are read; the returned array is computed when the wave is."""
     records = source.whole(layer)
     if records is not None:

@@ -29,7 +29,7 @@ SpecValue: TypeAlias = Any
 _MISSING = object()
 
 
-def out_of_range(name: str, value: JsonValue, wanted: str) -> ConfigError:
+def out_of_range(name: str, value: object, wanted: str) -> ConfigError:
     return ConfigError(f"config field {name!r} is {reprlib.repr(value)}; expected {wanted}")
 
 
@@ -39,7 +39,7 @@ class Fields:
     def __init__(self, config: JsonObject):
         self.config = config
 
-    def _get(self, names: str, kind: type, default: JsonValue) -> tuple[str, JsonValue]:
+    def _get(self, names: str, kind: type, default: object) -> tuple[str, JsonValue]:
         """(name, value) of the first of `names` ("a|b") that is present and not null."""
         for name in names.split("|"):
             value = self.config.get(name)
@@ -63,24 +63,24 @@ class Fields:
     def required(self, names: str, kind: type) -> JsonValue:
         return self._get(names, kind, _MISSING)[1]
 
-    def optional(self, names: str, kind: type, default: JsonValue) -> JsonValue:
+    def optional(self, names: str, kind: type, default: object) -> JsonValue:
         return self._get(names, kind, default)[1]
 
-    def count(self, names: str, default: JsonValue = _MISSING, least: int = 1, most: int = LARGEST) -> JsonValue:
+    def count(self, names: str, default: object = _MISSING, least: int = 1, most: int = LARGEST) -> JsonValue:
         """An integer from `least` to `most`, or the default."""
         name, value = self._get(names, int, default)
         if value is not default and not least <= value <= most:
             raise out_of_range(name, value, f"an integer from {least} to {most}")
         return value
 
-    def number(self, names: str, default: JsonValue = _MISSING, *, least: float, most: float) -> JsonValue:
+    def number(self, names: str, default: object = _MISSING, *, least: float, most: float) -> JsonValue:
         """A float from `least` to `most`, or the default."""
         name, value = self._get(names, float, default)
         if value is not default and not least <= value <= most:
             raise out_of_range(name, value, f"a number from {least:g} to {most:g}")
         return value
 
-    def must_have(self, **wanted: JsonValue) -> None:
+    def must_have(self, **wanted: object) -> None:
         """Raises ConfigError: one of these fields has another value than it has here; it may be missing."""
         for name, value in wanted.items():
             self.must_equal(name, value)

@@ -45,7 +45,7 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
 }
 
 
-def shortened(value: JsonValue) -> JsonValue:
+def shortened(value: object) -> JsonValue:
     """A float, or each of a list, as short as float32 needs it: 1e-6, not 9.999999974752427e-07."""
     if isinstance(value, list):
         return [shortened(one) for one in value]
@@ -120,7 +120,7 @@ class Keys:
         self._read.add(SLOWED)
         return self._slowed
 
-    def anywhere(self, key: str, kind: type, default: JsonValue = MISSING) -> JsonValue:
+    def anywhere(self, key: str, kind: type, default: object = MISSING) -> JsonValue:
         """The value of a whole key.
 
         Raises:
@@ -134,15 +134,15 @@ class Keys:
             raise ModelFileError(f"GGUF metadata {key!a} {what}")
         return value
 
-    def count(self, key: str, default: JsonValue = MISSING) -> JsonValue:
+    def count(self, key: str, default: object = MISSING) -> JsonValue:
         """An integer of this architecture."""
         return self.anywhere(f"{self.architecture}.{key}", int, default)
 
-    def number(self, key: str, default: JsonValue = MISSING) -> JsonValue:
+    def number(self, key: str, default: object = MISSING) -> JsonValue:
         """A float of this architecture."""
         return shortened(self.anywhere(f"{self.architecture}.{key}", float, default))
 
-    def flag(self, key: str, default: JsonValue = MISSING) -> JsonValue:
+    def flag(self, key: str, default: object = MISSING) -> JsonValue:
         """A truth value of this architecture."""
         return self.anywhere(f"{self.architecture}.{key}", bool, default)
 
@@ -249,7 +249,7 @@ class Keys:
             raise ConfigError(f"GGUF metadata {self.architecture}.{key} is {whole}, which {parts} parts do not divide")
         return int(whole // parts)
 
-    def must_have(self, **wanted: JsonValue) -> None:
+    def must_have(self, **wanted: object) -> None:
         """Raises ConfigError: one of these keys has another value than it has here; it may be missing."""
         for key, value in wanted.items():
             self.must_equal(key, value)

@@ -177,7 +177,7 @@ class _Text(NamedTuple):
     cache: Sequence[Any]
     first: int
     kind: Kind
-    arrays: list[AnyArray]
+    arrays: list[mx.array]
 
     @classmethod
     def of(cls, cache: Sequence[Any], first: int, count: int, elsewhere: Container[int]) -> "_Text":

@@ -19,7 +19,7 @@ from ..kinds import BlockSums, streams_before
 from ..layers import Embedding, LastProduct, Linear, norm_of
 from ..mixers.registry import USUAL, by_layer, cache_numbers, make_caches
 from ..ops import backend, gpu_time, native
-from ..ops.backend import AnyArray, Array
+from ..ops.backend import AnyArray, Array, EitherArray
 from ..ops.limits import within_limits
 from ..ops.norm import rms_norm
 from ..ops.rows import StepRows
@@ -276,7 +276,7 @@ class Model(nn.Module):
             return self.optimistic.compute(tokens, cache, self._begin_inputs(tokens, cache))
         return self.project(self._run_layers(tokens, cache, *arrays))
 
-    def project(self, last: AnyArray) -> list[AnyArray]:
+    def project(self, last: Array) -> list[Array]:
         """Returns what `_compute` does, from what the last layer gave."""
         normed = self.model.normed(last)
         logits = self._compute_logits(normed)
@@ -315,7 +315,7 @@ class Model(nn.Module):
             rows.append(self._compute(tokens[:, row : row + 1], cache))
         return [mx.concatenate(list(parts), axis=1) for parts in zip(*rows, strict=True)]
 
-    def run(self, tokens: mx.array, cache: Sequence[LayerCache]) -> AnyArray:
+    def run(self, tokens: mx.array, cache: Sequence[LayerCache]) -> EitherArray:
         """The normed hidden states [B, L, hidden_size] before `last_product`, on the CPU as a numpy array."""
         return self.model.normed(self._run_layers(tokens, cache))
 
@@ -335,7 +335,7 @@ class Model(nn.Module):
             h = layer(h, caches, chosen, inputs)
         return h
 
-    def draft_states(self, span: Span, start: int, end: int) -> AnyArray:
+    def draft_states(self, span: Span, start: int, end: int) -> EitherArray:
         """A draft head's input for the tokens from `start` to `end` of a span that has passed all layers."""
         assert self.head is not None
         with self._computing():

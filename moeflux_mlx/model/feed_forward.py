@@ -87,19 +87,19 @@ class SharingMoE(MoE):
         self._is_apart, self._adds = True, not residual.adds_itself
         self._each = part.shared.width // part.router.shared
 
-    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, *more: AnyArray) -> BeforeExperts:
+    def choose(self, residual: Array, norm: RMSNorm | None, predict: bool, *more: AnyArray) -> BeforeExperts:
         before = super().choose(residual, norm, predict, *more)
         weights, beside = self._shares(before.x, before.logits, before.weights, residual)
         return before._replace(residual=beside, weights=weights, host_copy=[])
 
-    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Array | None = None) -> tuple[Array, ...]:
         B, L, _ = residual.shape
         x, logits, _ = self._routed(residual, norm)
         ids, scores = self.route(logits, tokens)
         weights, beside = self._shares(x, logits, scores, residual)
         return tuple(part.reshape(B, L, -1) for part in (beside, x, ids, weights))
 
-    def _shares(self, x: AnyArray, logits: AnyArray, scores: AnyArray, residual: AnyArray) -> tuple[AnyArray, AnyArray]:
+    def _shares(self, x: Array, logits: Array, scores: Array, residual: Array) -> tuple[Array, Array]:
         """The weights [T, K] of the routed experts by their scores, and the shared experts' output, which they add."""
         own = SCORES[self.rule.score](logits[:, self.rule.experts :])
         factor = self._scale / (_sum(scores) + _sum(own))
@@ -109,14 +109,14 @@ class SharingMoE(MoE):
         added_to = residual.reshape(x.shape) if self._adds else None
         return scores * factor, self.shared_expert(x, of_rows, residual=added_to).reshape(residual.shape)
 
-    def _choice(self, logits: AnyArray) -> None:
+    def _choice(self, logits: Array) -> None:
         """None: kernels that choose themselves know no shared experts' part of a sum."""
 
-    def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> None:
+    def _shared_output(self, residual: Array, x: Array, gates: Array) -> None:
         """None: their weights are not known yet."""
 
 
-def _sum(scores: AnyArray) -> AnyArray:
+def _sum(scores: Array) -> Array:
     """[T, 1] of [T, K]; of the rows of a step on a GPU by additions, which a compiled step joins with what follows."""
     if not has_kernels() or len(scores) > MAX_TOKENS:
         return scores.sum(axis=-1, keepdims=True)
@@ -128,11 +128,11 @@ class MoEBetweenStreams(MoE):
 
     keeps_stream: ClassVar[bool] = False
 
-    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, *more: AnyArray) -> BeforeExperts:
+    def choose(self, residual: Array, norm: RMSNorm | None, predict: bool, *more: Array | None) -> BeforeExperts:
         before = super().choose(residual, norm, predict, *more)
         return before._replace(residual=zeros_like(residual))
 
-    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Array | None = None) -> tuple[Array, ...]:
         """As `MoE.prepare`, without `residual`."""
         return super().prepare(residual, norm, tokens)[1:]
 
@@ -143,11 +143,11 @@ class MoEBetweenStreams(MoE):
 class LatentMoEBetweenStreams(MoEBetweenStreams, LatentMoE):
     """A `LatentMoE` that adds its output to nothing."""
 
-    def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> AnyArray:
+    def _shared_output(self, residual: Array, x: Array, gates: Array) -> Array | None:
         shared = self._shared(gates)
         return None if shared is None else shared.rows(x).reshape(residual.shape)
 
-    def _joined(self, residual: AnyArray, made: AnyArray, beside: AnyArray) -> AnyArray:
+    def _joined(self, residual: Array | None, made: Array, beside: Array | None) -> Array:
         return super()._joined(None, made, beside)
 
 
@@ -173,25 +173,25 @@ class ShortcutMoE(MoE):
         super().__init__(part, hidden_size, layer, experts, residual, eps)
         self._is_apart, self._count = True, part.router.experts
 
-    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, *more: AnyArray) -> BeforeExperts:
+    def choose(self, residual: Array, norm: RMSNorm | None, predict: bool, *more: AnyArray) -> BeforeExperts:
         before = super().choose(residual, norm, predict, *more)
         ids, weights, own = without_identities(before.ids, before.weights, self._count)
         returned = (own.astype(before.x.dtype) * before.x).reshape(residual.shape)
         return before._replace(residual=returned, ids=ids, weights=weights, host_copy=[])
 
-    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Array | None = None) -> tuple[Array, ...]:
         parts = Prepared(*super().prepare(residual, norm, tokens))
         ids, weights, own = without_identities(parts.ids, parts.weights, self._count)
         return parts._replace(residual=own.astype(parts.x.dtype) * parts.x, ids=ids, weights=weights)
 
-    def _choice(self, logits: AnyArray) -> None:
+    def _choice(self, logits: Array) -> None:
         """None: kernels that choose themselves know no expert that returns its input."""
 
-    def _joined(self, residual: AnyArray, made: AnyArray, beside: AnyArray) -> AnyArray:
+    def _joined(self, residual: Array, made: Array, beside: Array) -> Array:
         return library_of(made).concatenate([beside.reshape(made.shape), made], axis=-1)
 
 
-def without_identities(ids: AnyArray, weights: AnyArray, experts: int) -> Sequence[AnyArray]:
+def without_identities(ids: Array, weights: Array, experts: int) -> Sequence[Array]:
     """The ids and weights [..., K] without those from `experts` on, and the sum of the weights [..., 1] of these."""
     library = library_of(ids)
     returns = ids >= experts

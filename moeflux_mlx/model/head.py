@@ -17,7 +17,7 @@ from ..families.registry import FAMILIES
 from ..layers import Caches, Linear, RMSNorm
 from ..mixers.registry import USUAL, make_caches
 from ..ops import backend
-from ..ops.backend import AnyArray
+from ..ops.backend import AnyArray, Array, EitherArray
 from ..ops.seen import Chosen
 from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
@@ -95,8 +95,8 @@ class DraftHead(nn.Module):
         return list(make_caches(self.args.mixers[0]))
 
     def absorb(
-        self, hidden: Sequence[AnyArray], tokens: Sequence[int], cache: Sequence[LayerCache], draft: bool = False
-    ) -> tuple[AnyArray, mx.array | None]:
+        self, hidden: Sequence[EitherArray], tokens: Sequence[int], cache: Sequence[LayerCache], draft: bool = False
+    ) -> tuple[EitherArray, mx.array | None]:
         """Takes hidden states, in parts [1, ., hidden_size], with the tokens after them.
 
         Returns:
@@ -111,19 +111,19 @@ class DraftHead(nn.Module):
         return out, self.next(out) if draft else None
 
     def _in_a_step(
-        self, hidden: Sequence[AnyArray], ids: mx.array, cache: Sequence[LayerCache], draft: bool
-    ) -> tuple[AnyArray, mx.array | None]:
+        self, hidden: Sequence[EitherArray], ids: mx.array, cache: Sequence[LayerCache], draft: bool
+    ) -> tuple[EitherArray, mx.array | None]:
         """`absorb` by a compiled step."""
         states = mx.concatenate([backend.leave(part) for part in hidden], axis=1)
         out, *token = self._steps[draft](ids, [cache] * ids.shape[1], states)
         return out[:, -1:], token[0] if token else None
 
-    def next(self, out: AnyArray) -> mx.array:
+    def next(self, out: EitherArray) -> mx.array:
         """The most likely token [1, 1] after `out`, a result of `absorb` or `follow`."""
         with self._computing() as shared:
             return mx.argmax(backend.leave(shared.logits(out)), axis=-1)
 
-    def follow(self, out: AnyArray, token: mx.array, cache: Sequence[LayerCache]) -> tuple[AnyArray, mx.array]:
+    def follow(self, out: AnyArray, token: mx.array, cache: Sequence[LayerCache]) -> tuple[EitherArray, mx.array]:
         """Uses `out` as the hidden state before the drafted `token` [1, 1]; returns the output and the next token."""
         with self._computing() as shared:
             if self._steps and self._steps[1].takes(token, [cache]):
@@ -149,13 +149,13 @@ class DraftHead(nn.Module):
         with self._shared.computing():
             yield self._shared
 
-    def _joined(self, embedded: AnyArray, hidden: Sequence[AnyArray]) -> AnyArray:
+    def _joined(self, embedded: Array, hidden: Sequence[EitherArray]) -> Array:
         """[1, n, hidden_size] for the layer."""
         library = backend.library_of(embedded)
         h = library.concatenate([backend.of_kind(part, embedded) for part in hidden], axis=1).astype(embedded.dtype)
         return self.fc(library.concatenate([self.enorm(embedded), self.hnorm(h)], axis=-1))
 
-    def _normed(self, x: AnyArray, cache: Caches) -> AnyArray:
+    def _normed(self, x: Array, cache: Caches) -> Array:
         """The layer's normed output for x [1, n, hidden_size]."""
         layer, count = self.model.layers[0], x.shape[1]
         if count <= MAX_TOKENS:

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..caches.layer_cache import LayerCache
-from ..ops.backend import AnyArray, dtype_of, of_kind
+from ..ops.backend import Array, dtype_of, of_kind
 
 
 class ImageRows(NamedTuple):
@@ -125,13 +125,13 @@ class Images:
             shifts.append((place + image.length, by))
         return shifts
 
-    def embedded(self, hidden: AnyArray, start: int, encoder: ImageEncoder | None) -> AnyArray:
+    def embedded(self, hidden: Array, start: int, encoder: ImageEncoder | None) -> Array:
         """`hidden` [1, L, hidden_size] of places from `start` on, with the images' embeddings."""
         for rows, of_image, image in self._parts(start, hidden.shape[1]):
             hidden[:, rows] = _like(image.rows(encoder).embeddings[of_image], hidden)
         return hidden
 
-    def deepened(self, hidden: AnyArray, start: int, layer: int, encoder: ImageEncoder | None) -> AnyArray:
+    def deepened(self, hidden: Array, start: int, layer: int, encoder: ImageEncoder | None) -> Array:
         """`hidden` behind a layer, with what images add there."""
         for rows, of_image, image in self._parts(start, hidden.shape[1]):
             deep = image.rows(encoder).deep
@@ -157,5 +157,5 @@ def _gain(image: Image) -> int:
     return max(image.grid) - image.length if image.grid else 0
 
 
-def _like(rows: mx.array, hidden: AnyArray) -> AnyArray:
+def _like(rows: mx.array, hidden: Array) -> Array:
     return of_kind(rows.astype(dtype_of(hidden)), hidden)

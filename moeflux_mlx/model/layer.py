@@ -152,7 +152,7 @@ class DecoderLayer(nn.Module):
         """The caches of what comes before the feed-forward part, and that of the convolution of its output."""
         return (caches[:-1], caches[-1]) if "mlp_sconv" in self else (caches, None)
 
-    def _added(self, out: AnyArray, kept: Sequence[AnyArray], behind: AnyCache | None) -> AnyArray:
+    def _added(self, out: Array, kept: Sequence[Array], behind: AnyCache | None) -> Array:
         """The streams behind the layer."""
         out = out if behind is None else self.mlp_sconv(out, behind)
         return self.residual.added(out, *kept)
@@ -182,11 +182,11 @@ class DecoderLayer(nn.Module):
         x, *kept = self._mixed(h, caches, chosen, tokens)
         return kept, self.mlp.choose(x, self._second_norm, predict, self._ids(x, tokens), *self._stream(kept))
 
-    def _stream(self, kept: Sequence[AnyArray]) -> Sequence[AnyArray]:
+    def _stream(self, kept: Sequence[Array]) -> Sequence[Array]:
         """The stream by which the next layer's choice is predicted, if the experts' input is normed before them."""
         return kept[:1] if isinstance(self.mlp, MoE) and isinstance(self.residual, NormedApart) else ()
 
-    def finish(self, x: AnyArray, kept: Sequence[AnyArray], ids: np.ndarray) -> AnyArray:
+    def finish(self, x: mx.array, kept: Sequence[mx.array], ids: np.ndarray) -> mx.array:
         """The output for a token of a layer that `may_be_queued`, from the input of its feed-forward part, what the
         residual keeps, and the ids that it has chosen, for which the host does not wait again.
         """
@@ -214,7 +214,7 @@ class DecoderLayer(nn.Module):
 
     def _of_rows(
         self, h: Array, caches: Sequence[StepRows], chosen: Chosen, tokens: Tokens | None, behind: StepRows | None
-    ) -> AnyArray:
+    ) -> Array:
         """Computes each row of a step as if it were alone; the rows meet in the experts alone."""
         rows = []
         for i in range(h.shape[1]):
@@ -227,7 +227,7 @@ class DecoderLayer(nn.Module):
         made = [self.residual.added(out[:, i : i + 1], *kept) for i, (_, *kept) in enumerate(rows)]
         return library.concatenate(made, axis=1)
 
-    def _mixed(self, h: Array, caches: Caches, chosen: Chosen, tokens: Tokens | None) -> tuple[AnyArray, ...]:
+    def _mixed(self, h: Array, caches: Caches, chosen: Chosen, tokens: Tokens | None) -> tuple[Array, ...]:
         """The feed-forward part's input, and what `ResidualWay.added` takes with its output."""
         return self.residual.mixed(self.ple(h, tokens, caches[-1]) if "ple" in self else h, caches, chosen)
 
@@ -272,7 +272,9 @@ class DecoderLayer(nn.Module):
             self._relieve()
             x, *kept = self._mixed(backend.contiguous(h[:, start:end]), caches, span.chosen[start], tokens)
             self._relieve()
-            prepared: AnyArray = self.mlp.prepare(x, self._second_norm, self._ids(x, tokens))  # up to where rows meet
+            prepared: tuple[Array, ...] = self.mlp.prepare(
+                x, self._second_norm, self._ids(x, tokens)
+            )  # up to where rows meet
             part = *kept, *prepared
             backend.start(*part, *(array for cache in caches for array in cache.state[:-1]))
             span.passed(end, caches)
@@ -288,9 +290,9 @@ class DecoderLayer(nn.Module):
         out = yield from self.mlp.finish_span(prepared)
         return self.residual.added(self._convolved(out, rows) if rows.behind else out, *kept)
 
-    def _convolved(self, out: AnyArray, rows: MixedRows) -> AnyArray:
+    def _convolved(self, out: Array, rows: MixedRows) -> Array:
         """The feed-forward part's output [B, N, D] for `rows`, convolved text by text."""
-        parts, at = list[AnyArray](), 0
+        parts, at = list[Array](), 0
         for cache, number, span in rows.behind:
             for start, end in span.blocks([cache]):
                 own = backend.contiguous(out[:, at + start : at + end])

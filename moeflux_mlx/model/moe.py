@@ -118,7 +118,9 @@ class MoE(nn.Module):
         # In a function, so that the next layer does not become a submodule.
         self._following = lambda: (following, norm)
 
-    def forward(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None, stream: AnyArray = None) -> Array:
+    def forward(
+        self, residual: Array, norm: RMSNorm | None, tokens: Array | None = None, stream: Array | None = None
+    ) -> Array:
         """`residual` [B, L, D] plus the block's output for it, normed; `tokens` as in `prepare`, `stream` as in
         `choose`.
         """
@@ -129,11 +131,11 @@ class MoE(nn.Module):
 
     def choose(
         self,
-        residual: AnyArray,
+        residual: Array,
         norm: RMSNorm | None,
         predict: bool,
-        tokens: AnyArray = None,
-        stream: AnyArray = None,
+        tokens: Array | None = None,
+        stream: Array | None = None,
     ) -> BeforeExperts:
         """Everything before the experts, for up to `MAX_TOKENS` tokens, residual [B, L, D]. `predict`: also predicts
         the experts of the next MoE block. `tokens`: ids [B, L], if it `reads_tokens`. `stream`: what `residual` was
@@ -158,7 +160,7 @@ class MoE(nn.Module):
         added_to = self._added_to(before.residual, before.x)
         return self._joined(before.residual, experts(routing, before.x, added_to, shared), before.beside)
 
-    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Array | None = None) -> tuple[Array, ...]:
         """Computes for many tokens what depends on each token alone; `finish` takes the results of one block of tokens,
         or of several joined.
 
@@ -192,25 +194,25 @@ class MoE(nn.Module):
         made = self.experts(*given) if B * L <= MAX_TOKENS else (yield from self.experts.in_pieces(*given))
         return self._joined(rows.residual, made, beside).reshape(B, L, -1)
 
-    def _choice(self, logits: AnyArray) -> Choice | None:
+    def _choice(self, logits: Array) -> Choice | None:
         """What kernels need to choose themselves; None: they take ids and weights."""
         may = self.rule.table is None and "expert_norm" not in self
         return Choice(logits, self.rule, self._bias, self._scales) if may else None
 
-    def _latent(self, x: AnyArray) -> AnyArray:
+    def _latent(self, x: Array) -> Array:
         """The routed experts' input for the normed rows."""
         return x
 
-    def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> AnyArray:
+    def _shared_output(self, residual: Array, x: Array, gates: Array) -> Array | None:
         """The shared expert's output for the stream or its normed rows x; None: there is no shared expert."""
         shared = self._shared(gates)
         return None if shared is None else shared.rows(x)
 
-    def _added_to(self, residual: AnyArray, x: AnyArray) -> AnyArray:
+    def _added_to(self, residual: Array, x: Array) -> Array:
         """What the routed experts' kernels add to their output for x."""
         return residual
 
-    def _joined(self, residual: AnyArray, made: AnyArray, beside: AnyArray) -> AnyArray:
+    def _joined(self, residual: Array, made: Array, beside: AnyArray) -> Array:
         """The stream after the block, from the routed experts' output including `_added_to`. `beside`: the output of a
         shared expert that the kernels do not take, or None.
         """
@@ -242,7 +244,7 @@ class MoE(nn.Module):
         ids, weights, host_copy = predicted
         return Routing(self._following()[0].layer, ids, weights, host_copy=host_copy)
 
-    def _routed(self, residual: AnyArray, norm: RMSNorm | None) -> tuple[AnyArray, AnyArray, AnyArray]:
+    def _routed(self, residual: Array, norm: RMSNorm | None) -> tuple[Array, Array, Array]:
         """From the stream [..., D]: the T normed rows [T, D]; logits [T, O], those of the experts first; and the array
         whose last column is the shared expert's gate.
         """
@@ -263,7 +265,7 @@ class MoE(nn.Module):
         logits = outputs[0] if joined is None else joined
         return x, self._limited(logits), outputs[-1] if joined is None else joined
 
-    def _limited(self, logits: AnyArray) -> AnyArray:
+    def _limited(self, logits: Array) -> Array:
         """The logits, multiplied and limited as the rule says."""
         factor = self.rule.logit_scale
         return softcap(logits if factor == 1.0 else logits * factor, self.rule.softcap)
@@ -274,7 +276,9 @@ class MoE(nn.Module):
             return route_by_table(logits, self.rule, self.tid2eid, tokens.reshape(-1))
         return route(logits, self.rule, self._bias, self._scales)
 
-    def route_with_host_copy(self, logits: Array, tokens: AnyArray = None) -> tuple[Array, Array, Sequence[mx.array]]:
+    def route_with_host_copy(
+        self, logits: Array, tokens: Array | None = None
+    ) -> tuple[Array, Array, Sequence[mx.array]]:
         """The same with a copy for a host that waits."""
         if self.rule.table is not None:
             ids, weights = self.route(logits, tokens)
@@ -312,13 +316,13 @@ class NormedMoE(MoE):
         if residual.output_norms:
             self.output = OutputNorm(hidden_size, eps, residual.layer_scale)
 
-    def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> AnyArray:
+    def _shared_output(self, residual: Array, x: Array, gates: Array) -> Array | None:
         """Of the stream with a norm of its own if the shared expert is normed; its last norm follows later."""
         if self._is_apart:
             return self.shared_expert(residual, norm=self.shared_input_norm)
         return super()._shared_output(residual, x, gates)
 
-    def _added_to(self, residual: AnyArray, x: AnyArray) -> AnyArray:
+    def _added_to(self, residual: Array, x: Array) -> Array:
         return backend.zeros_like(residual)
 
     def _joined(self, residual: AnyArray, made: AnyArray, beside: AnyArray) -> AnyArray:
@@ -344,19 +348,19 @@ class LatentMoE(MoE):
         if part.latent_norm:
             self.latent_norm = RMSNorm(part.latent, eps)
 
-    def _latent(self, x: AnyArray) -> AnyArray:
+    def _latent(self, x: Array) -> Array:
         latent = self.fc1_latent_proj(x)
         return self.latent_input_norm(latent) if "latent_input_norm" in self else latent
 
-    def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> AnyArray:
+    def _shared_output(self, residual: Array, x: Array, gates: Array) -> Array | None:
         """Including the stream."""
         shared = self._shared(gates)
         return None if shared is None else shared.rows(x, residual.reshape(x.shape)).reshape(residual.shape)
 
-    def _added_to(self, residual: AnyArray, x: AnyArray) -> AnyArray:
+    def _added_to(self, residual: Array, x: Array) -> Array:
         return backend.zeros_like(x).reshape(*residual.shape[:-1], -1)
 
-    def _joined(self, residual: AnyArray, made: AnyArray, beside: AnyArray) -> AnyArray:
+    def _joined(self, residual: Array | None, made: Array, beside: Array | None) -> Array:
         return self.fc2_latent_proj(made, self.get("latent_norm"), residual if beside is None else beside)
 
 
@@ -369,26 +373,26 @@ class InputScalingMoE(MoE):
         assert part.shared is not None, "no family scales the input of experts without a shared one"
         self._is_apart = True
 
-    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, *more: AnyArray) -> BeforeExperts:
+    def choose(self, residual: Array, norm: RMSNorm | None, predict: bool, *more: AnyArray) -> BeforeExperts:
         before = super().choose(residual, norm, predict, *more)
         x, weights = scaled_input(before.x, before.weights)
         return before._replace(residual=before.beside, x=x, weights=weights, host_copy=[], beside=None)
 
-    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Array | None = None) -> tuple[Array, ...]:
         _, x, ids, weights, beside = super().prepare(residual, norm, tokens)
         x, weights = scaled_input(x, weights)
         return beside, x, ids, weights
 
-    def _choice(self, logits: AnyArray) -> None:
+    def _choice(self, logits: Array) -> None:
         """None: kernels that choose themselves would weigh outputs."""
 
-    def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> AnyArray:
+    def _shared_output(self, residual: Array, x: Array, gates: Array) -> Array | None:
         """Including the stream."""
         shared = self._shared(gates)
         return None if shared is None else shared.rows(x, residual.reshape(x.shape)).reshape(residual.shape)
 
 
-def scaled_input(x: AnyArray, weights: AnyArray) -> tuple[AnyArray, AnyArray]:
+def scaled_input(x: Array, weights: Array) -> tuple[Array, Array]:
     """x [..., D] times weights [..., 1], and as many weights of 1."""
     few = weights.size <= MAX_TOKENS
     ones = backend.constant(1.0, weights.shape) if few else mx.ones(weights.shape)

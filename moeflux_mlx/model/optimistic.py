@@ -159,7 +159,7 @@ class OptimisticLayers:
                 return cast(list[AnyArray], group.out)
         return self._project(h)
 
-    def _at_once(self, number: int, h: AnyArray, caches: Caches, chosen: Chosen, inputs: Tokens) -> AnyArray:
+    def _at_once(self, number: int, h: mx.array, caches: Caches, chosen: Chosen, inputs: Tokens) -> mx.array:
         """A layer for whose choice the host waits."""
         stats = self._experts.stats
         before, self._read_at = stats.drive_requests, None
@@ -172,7 +172,7 @@ class OptimisticLayers:
             self._note(stats.drive_requests == before)
         return h
 
-    def _queue(self, first: int, queued: int, h: AnyArray, chosen: Chosen, caches: Sequence[Caches]) -> Group | None:
+    def _queue(self, first: int, queued: int, h: mx.array, chosen: Chosen, caches: Sequence[Caches]) -> Group | None:
         """Begins to compute layers from `first` on, behind `queued` groups. Their input is h, or the token for layer 0.
         None: not possible, or it would not pay.
         """

@@ -27,11 +27,11 @@ class OneStream:
     def __init__(self, mixer: MixerModule, norm: Any):
         self.mixer, self.norm = mixer, norm
 
-    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
+    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[Array, ...]:
         """The feed-forward part's input, and what `added` takes with its output."""
         return (self.mixer(h, self.norm, caches, chosen),)
 
-    def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
+    def added(self, out: Array, *kept: AnyArray) -> Array:
         """The streams behind the layer, from the feed-forward part's output."""
         return out
 
@@ -43,7 +43,7 @@ class NormedStream(OneStream):
         super().__init__(mixer, norm)
         self.output = output
 
-    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
+    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[Array, ...]:
         return (self.output(h, self.mixer.mixed(h, self.norm, caches, chosen)),)
 
 
@@ -56,14 +56,14 @@ class NormedApart(OneStream):
         super().__init__(mixer, norm)
         self.behind = behind
 
-    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
+    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[Array, ...]:
         """The feed-forward part's input, and the stream with the mixer's output."""
         x = self.norm(h)
         parts = self.mixer.begin(x, None)
         h = self.mixer.end(self.mixer.mix(parts, caches, chosen), parts, h)
         return x if self.behind is None else self.behind(h), h
 
-    def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
+    def added(self, out: Array, *kept: Array) -> Array:
         return kept[0] + out
 
 
@@ -76,13 +76,13 @@ class ConvolvedStream(OneStream):
         super().__init__(mixer, norm)
         self.convolution = convolution
 
-    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
+    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[Array, ...]:
         """The stream with the mixer's output, as the feed-forward part's input, and once more for `added`."""
         out = self.mixer.mixed(h, self.norm, caches, chosen)
         h = self.convolution(out, caches[-1], h)
         return h, h
 
-    def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
+    def added(self, out: Array, *kept: Array) -> Array:
         return kept[0] + out
 
 
@@ -116,11 +116,11 @@ class WeighedStream(NormedApart):
         super().__init__(mixer, norm, behind)
         self.first, self.second = first, second
 
-    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
+    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[Array, ...]:
         h = self.first(h, self.mixer.mixed(h, self.norm, caches, chosen))
         return self.behind(h), h
 
-    def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
+    def added(self, out: Array, *kept: Array) -> Array:
         return self.second(kept[0], out)
 
 
@@ -138,20 +138,18 @@ class SeveralStreams:
         self.mixer, self.norm, self.before, self.behind = mixer, norm, before, behind
         self.convolution = convolution
 
-    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
+    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[Array, ...]:
         """The feed-forward part's input, and for `added` the streams behind the mixer and how they are mixed."""
         x, *mixing = self.before.gather(h)
         return self._behind_mixer(h, x, caches, chosen, *mixing)
 
-    def _behind_mixer(
-        self, h: Array, x: Array, caches: Caches, chosen: Chosen, *mixing: AnyArray
-    ) -> tuple[AnyArray, ...]:
+    def _behind_mixer(self, h: Array, x: Array, caches: Caches, chosen: Chosen, *mixing: Array) -> tuple[Array, ...]:
         out = self.mixer.mixed(x, self.norm, caches, chosen)
         out = out if self.convolution is None else self.convolution(out, caches[-1])
         streams, x, *mixing = self.behind.gather_behind(h, out, *mixing)
         return x, streams, *mixing
 
-    def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
+    def added(self, out: Array, *kept: Array) -> Array:
         streams, *mixing = kept
         return self.behind.scatter(streams, out, *mixing)
 
@@ -174,7 +172,7 @@ class ToldStreams(SeveralStreams):
         super().__init__(one.mixer, one.norm, one.before, one.behind, one.convolution)
         self.messages, self.gates, self.told, self.is_last = messages, gates, told, is_last
 
-    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
+    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[Array, ...]:
         streams, sums = split(h, h.shape[-1] - self.told)
         *of_inputs, of_mlp = self.messages(sums)
         (x,), width = self.before.gather(streams), of_mlp.shape[-1]
@@ -183,7 +181,7 @@ class ToldStreams(SeveralStreams):
         x, streams = self._behind_mixer(streams, x, caches, chosen)
         return self.gates(MLP, [x], [of_mlp]), streams, sums
 
-    def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
+    def added(self, out: Array, *kept: Array) -> Array:
         streams, sums = kept
         made = super().added(out, streams)
         return made if self.is_last else library_of(out).concatenate([made, sums], axis=-1)

@@ -52,19 +52,19 @@ class Connection(nn.Module):
     def mapping(self) -> Mapping:
         return Mapping(self.fn, self.base, self.scale, self._pieces)
 
-    def gather(self, h: AnyArray) -> tuple[AnyArray, ...]:
+    def gather(self, h: Array) -> tuple[Array, ...]:
         """The part's input, and how its output is to be added (`gathered`)."""
         return gathered(h, self.mapping, self.rule, self.eps)
 
-    def gather_behind(self, h: AnyArray, out: AnyArray, *mixing: AnyArray) -> tuple[AnyArray, ...]:
+    def gather_behind(self, h: Array, out: Array, *mixing: Array) -> tuple[Array, ...]:
         """The streams behind the part before, whose output is `out`, and `gather` of them."""
         return gathered_behind(h, out, mixing[0], self.mapping, self.rule, self.eps)
 
-    def last(self, h: Array) -> AnyArray:
+    def last(self, h: Array) -> Array:
         """The stream behind the last layer (`last_sum`)."""
         return last_sum(h, self.mapping, self.rule, self.eps)
 
-    def scatter(self, h: Array, out: Array, *mixing: AnyArray) -> AnyArray:
+    def scatter(self, h: Array, out: Array, *mixing: Array) -> Array:
         """The streams behind the part (`scattered`)."""
         return scattered(h, out, mixing[0], self.rule)
 
@@ -95,7 +95,7 @@ class ShiftedConnection(Connection):
         streams = scattered(split(h, self.fn.shape[-1])[0], out, own, self.rule)
         return streams, weighed(streams, weights), *mapped(streams, self.mapping, self.rule, self.eps)
 
-    def scatter(self, h: Array, out: Array, *mixing: AnyArray) -> AnyArray:
+    def scatter(self, h: Array, out: Array, *mixing: Array) -> Array:
         """The streams behind the part, and behind them the weights of the next part's sum."""
         weights, own = mixing
         streams = scattered(h, out, own, self.rule)
@@ -109,11 +109,11 @@ class LastSum(nn.Module):
         super().__init__()
         self.rule, self.width = rule, rule.streams * hidden_size
 
-    def last(self, h: Array) -> AnyArray:
+    def last(self, h: Array) -> Array:
         """The stream behind the last layer."""
         return _row_by_row(self._sum, h)
 
-    def _sum(self, h: AnyArray) -> AnyArray:
+    def _sum(self, h: Array) -> Array:
         streams, values = split(h, self.width)
         return weighed(streams, found_in(values, self.rule.streams))
 
@@ -125,7 +125,7 @@ class StreamsMean(nn.Module):
         super().__init__()
         self.streams = streams
 
-    def last(self, h: Array) -> AnyArray:
+    def last(self, h: Array) -> Array:
         """The stream behind the last layer."""
         return mean_of(h, self.streams)
 
@@ -147,15 +147,15 @@ class GatedConnection(nn.Module):
         """Joins the layers that read the normed streams; called again once they have their tensors."""
         self._inputs = Stack(*(self[name] for name in ("input_mix_weight_down", "block_inject_weight") if name in self))
 
-    def gather(self, h: Array) -> tuple[AnyArray, ...]:
+    def gather(self, h: Array) -> tuple[Array, ...]:
         """The part's input [B, L, D], and the weights [B, L, n] with which its output is added."""
         return self._mean(h)[1:]
 
-    def gather_behind(self, h: AnyArray, out: AnyArray, *mixing: AnyArray) -> tuple[AnyArray, ...]:
+    def gather_behind(self, h: Array, out: Array, *mixing: Array) -> tuple[AnyArray, ...]:
         """The streams behind the part before, whose output is `out`, and `gather` of them."""
         return self._mean(h, Behind(out, *mixing))
 
-    def last(self, h: Array) -> AnyArray:
+    def last(self, h: Array) -> Array:
         """The stream behind the last layer. A step's rows are computed one by one, because the kernels take one."""
         return _row_by_row(lambda row: self._mean(row)[1], h)
 
@@ -171,7 +171,7 @@ class GatedConnection(nn.Module):
         mean = gated_mean(normed, up(act * sigmoid(act)), self.rule.streams)
         return h, mean, *(2 * sigmoid(one / self.rule.streams) for one in inject)
 
-    def scatter(self, h: Array, out: Array, *mixing: AnyArray) -> AnyArray:
+    def scatter(self, h: Array, out: Array, *mixing: Array) -> Array:
         """The streams behind the part (`injected`)."""
         return injected(h, out, *mixing)
 
@@ -183,20 +183,20 @@ class ShortcutConnection(nn.Module):
         super().__init__()
         self.width = hidden_size
 
-    def gather(self, h: AnyArray) -> tuple[AnyArray, ...]:
+    def gather(self, h: Array) -> tuple[Array, ...]:
         """The part's input, and what is to be added behind this layer."""
         return tuple(split(h, self.width))
 
-    def gather_behind(self, h: AnyArray, out: AnyArray, *mixing: AnyArray) -> tuple[AnyArray, ...]:
+    def gather_behind(self, h: Array, out: Array, *mixing: Array) -> tuple[AnyArray, ...]:
         """The stream behind the part before, whose output is `out`, and `gather` of it."""
         stream = h[..., : self.width] + out
         return stream, stream, *mixing
 
-    def last(self, h: Array) -> AnyArray:
+    def last(self, h: Array) -> Array:
         """The stream behind the last layer."""
         return h[..., : self.width]
 
-    def scatter(self, h: Array, out: AnyArray, *mixing: AnyArray) -> AnyArray:
+    def scatter(self, h: Array, out: Array, *mixing: Array) -> Array:
         """The stream h and what is added behind the next layer: `out` has both behind a layer with experts."""
         library = library_of(h)
         if out.shape[-1] == self.width:
@@ -221,19 +221,19 @@ class BlockSum(nn.Module):
         self._weight = self.norm_weight.astype(mx.float32) * self.proj_weight[0].astype(mx.float32)
         mx.eval(self._weight)
 
-    def gather(self, h: Array) -> tuple[AnyArray, ...]:
+    def gather(self, h: Array) -> tuple[Array, ...]:
         """The part's input (`block_sums.mixed`)."""
         return (block_sums.mixed(h, self._weight, self.eps),)
 
-    def gather_behind(self, h: AnyArray, out: AnyArray) -> tuple[AnyArray, ...]:
+    def gather_behind(self, h: Array, out: Array) -> tuple[Array, ...]:
         """The sums behind the part before, whose output is `out`, and `gather` of them."""
         return block_sums.mixed_behind(h, out, self._weight, self.eps, self.begins)
 
-    def last(self, h: Array) -> AnyArray:
+    def last(self, h: Array) -> Array:
         """The stream behind the last layer."""
         return _row_by_row(lambda row: self.gather(row)[0], h)
 
-    def scatter(self, h: Array, out: Array) -> AnyArray:
+    def scatter(self, h: Array, out: Array) -> Array:
         """The sums behind the part."""
         return block_sums.added(h, out)
 
@@ -259,21 +259,21 @@ class NormedBlockSum(nn.Module):
             self._queries = self.query.reshape(-1, width).astype(mx.float32) * width**-0.5
             mx.eval(self._queries)
 
-    def gather(self, h: Array) -> tuple[AnyArray, ...]:
+    def gather(self, h: Array) -> tuple[Array, ...]:
         """The part's inputs side by side."""
         if "query" in self:
             return (block_sums.mixed_normed(h, self._queries, self.eps),)
         return (h if self.inputs == 1 else library_of(h).concatenate([h] * self.inputs, axis=-1),)
 
-    def gather_behind(self, h: AnyArray, out: AnyArray) -> tuple[AnyArray, ...]:
+    def gather_behind(self, h: Array, out: Array) -> tuple[Array, ...]:
         """The sums behind the part before, whose output is `out`, and `gather` of them."""
         return block_sums.mixed_behind(h, out, self._queries, self.eps, self.begins, normed=True)
 
-    def last(self, h: Array) -> AnyArray:
+    def last(self, h: Array) -> Array:
         """The stream behind the last layer."""
         return _row_by_row(lambda row: self.gather(row)[0], h)
 
-    def scatter(self, h: Array, out: Array) -> AnyArray:
+    def scatter(self, h: Array, out: Array) -> Array:
         """The sums behind the part."""
         return block_sums.added(h, out)
 
@@ -352,14 +352,14 @@ class MessageQueries(nn.Module):
         self._queries = tuple(mx.concatenate([own[:, :1], pairs, own[:, 1:]], axis=1) * width**-0.5)
         mx.eval(self._queries)
 
-    def messages(self, layer: int, sums: Array) -> list[AnyArray]:
+    def messages(self, layer: int, sums: Array) -> list[Array]:
         """The four messages [B, L, D] of a layer, of the sums of the pass before."""
         width = self.query.shape[1]
         made = block_sums.mixed_normed(sums, self._queries[layer - self.first], self.eps)
         return split(made, width, 2 * width, 3 * width)
 
 
-def _row_by_row(compute: Callable[[Any], Any], h: Array) -> AnyArray:
+def _row_by_row(compute: Callable[[Any], Any], h: Array) -> Array:
     """Computes a step's rows of h [B, L, .] one by one, because kernels take one; a prompt's all at once."""
     count = h.shape[1]
     if not isinstance(h, mx.array) or not 1 < count <= MAX_TOKENS:

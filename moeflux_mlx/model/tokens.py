@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
-from ..ops.backend import AnyArray, dtype_of, library_of, of_kind
+from ..ops.backend import AnyArray, Array, dtype_of, library_of, of_kind
 
 
 class TableRows(Protocol):
@@ -64,7 +64,7 @@ class Tokens:
         """Some of them."""
         return replace(self, ids=self.ids[:, start:end], start=self.start + start)
 
-    def rows(self, layer: int, width: int, like: AnyArray) -> AnyArray:
+    def rows(self, layer: int, width: int, like: Array) -> AnyArray:
         """[B, L, width] of a layer's table, as an array of the same kind and dtype as `like`; zeros without tables."""
         B, L = self.ids.shape
         if layer not in self.tables:

@@ -6,7 +6,7 @@ files.
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from ..model.ngrams import NGramLayer
 from ..model.residual import WeighedParts
 from ..model.streams import MIXERS, MLP, MessageGates, MessageQueries, connection
 from ..ops import backend
-from ..ops.backend import AnyArray
+from ..ops.backend import Array, EitherArray
 from ..ops.forms import DTYPES
 from ..ops.kernel_files import Program
 from ..ops.launch import LEAST_ELEMENTS, NO_KERNELS, InputPlace, Kernel, Reason
@@ -157,7 +157,7 @@ class Extension:
 # ---- the parts of a model
 
 
-def _activations(shapes: Shapes, tokens: int) -> AnyArray:
+def _activations(shapes: Shapes, tokens: int) -> EitherArray:
     size = 1, tokens, shapes.args.hidden_size
     if backend.computes_natively(shapes.dtype, shapes.args.widths):
         return np.zeros(size, np.float32)
@@ -235,7 +235,7 @@ def _convolved(shapes: Shapes) -> Compute:
     made: Any = BranchConvolution(mixer.branches)
     _fill(made, "model.layers.0.attn_sconv.", shapes)
 
-    def run(x: AnyArray, caches: Any) -> None:
+    def run(x: Array, caches: Any) -> None:
         made(x, caches(mixer)[-2], x + 0 if adds else None)  # another array: a launch takes each once
         made(x, caches(mixer)[-1])
 
@@ -251,7 +251,7 @@ def _messages(shapes: Shapes, rule: BlockSums, layer: int) -> Compute:
     _fill(queries, "model.messages.", shapes)
     _fill(gates, f"model.layers.{layer}.controllers.", shapes)
 
-    def run(x: AnyArray, caches: Any) -> None:
+    def run(x: Array, caches: Any) -> None:
         *of_mixer, of_mlp = queries.messages(layer, spread(x, rule.told))
         gates(MIXERS, [x] * 3, of_mixer)
         gates(MLP, [x], [of_mlp])
@@ -267,7 +267,7 @@ def _weighed(shapes: Shapes, rule: WeighedSum) -> Compute:
     return lambda x, _: [made(x, x + 0) for made in sums]  # another array: a launch takes each once
 
 
-def _of_rows(module: Any, x: AnyArray, caches: Any) -> Any:
+def _of_rows(module: Any, x: Array, caches: Any) -> Any:
     return module(x)
 
 
@@ -281,7 +281,7 @@ def _rows(count: int, mixer: Any) -> list[StepRows]:
     return [StepRows([cache] * count) for cache in make_caches(mixer)]
 
 
-def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: AnyArray, caches: Any) -> Any:
+def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: Array, caches: Any) -> Any:
     """Calls a mixer on x [B, L, D]. With several streams it takes the rows of a step one by one and adds no
     residual, which with weighed sums or convolutions it does not either.
     """
@@ -310,7 +310,7 @@ def _late(mix: Compute, dtype: mx.Dtype, length: int) -> Compute:
     return lambda x, caches: mix(x, filled)
 
 
-def _chosen(mixer: Mixer, x: AnyArray, rows: int = 0) -> list[Chosen]:
+def _chosen(mixer: Mixer, x: Array, rows: int = 0) -> list[Chosen]:
     """What earlier layers hand on for x [B, L, D], if the mixer uses it; of each row, if x has the rows of a step."""
     B, top, library = x.shape[0], mixer.handed_on, backend.library_of(x)
     if not top:
@@ -339,7 +339,7 @@ def _between(shapes: Shapes, rule: Connections, layer: int) -> Compute:
     _fill(before, f"model.layers.{layer}.attn_hc.", shapes)
     _fill(behind, f"model.layers.{layer}.ffn_hc.", shapes)
 
-    def run(x: AnyArray, caches: Any) -> None:
+    def run(x: Array, caches: Any) -> None:
         h = spread(x, streams_before(rule, layer)) + 0  # another array than the output x: a launch takes each once
         _, *mixing = before.gather(h)
         h, _, *mixing = behind.gather_behind(h, x, *mixing)
@@ -363,14 +363,14 @@ def _of_ngrams(shapes: Shapes, layer: int, part: NGrams) -> Compute:
     return lambda x, _: made(spread(x, streams), None, cast(Any, make_caches(args.mixers[layer])[-1]))
 
 
-def _forward(module: Any, norm: RMSNorm | None, x: AnyArray, _: Any) -> AnyArray:
+def _forward(module: Any, norm: RMSNorm | None, x: Array, _: Any) -> Array:
     """Calls a feed-forward part on x [B, L, D]; if a table chooses the experts, all tokens are 0."""
     if not module.reads_tokens:
         return module.forward(x, norm)
     return module.forward(x, norm, backend.of_kind(np.zeros(x.shape[:2], np.uint32), x))
 
 
-def _kinds(parts: Sequence[AnyArray]) -> Iterator[tuple[Any, list[int]]]:
+def _kinds(parts: Sequence[Hashable]) -> Iterator[tuple[Any, list[int]]]:
     """Each kind with the layers that have it."""
     for kind in dict.fromkeys(parts):
         yield kind, [i for i, part in enumerate(parts) if part == kind]

@@ -13,7 +13,7 @@ from ..experts.whole import HeldExperts
 from ..formats.record import ExpertLayout, Record
 from ..kinds import Dense, FeedForward
 from ..ops import backend
-from ..ops.backend import AnyArray, computes_at_once, of_kind
+from ..ops.backend import AnyArray, Array, computes_at_once, of_kind
 from ..ops.expert_rows import refusal, sort_by_expert
 from ..ops.experts import chosen_ffn, expert_ffn
 from ..ops.grouped import GroupedRows
@@ -58,7 +58,7 @@ class SomeExperts:
             memory = mx.zeros(experts, mx.uint64)  # addresses
         self.array = Records(memory, record, slots=slots)
 
-    def _inputs(self, x: AnyArray) -> tuple[Records, np.ndarray, AnyArray, AnyArray]:
+    def _inputs(self, x: Array) -> tuple[Records, np.ndarray, AnyArray, AnyArray]:
         """The records, and for the rows x slots [T, K], the same as the kernels take them, and weights."""
         slots = np.tile(np.arange(self.count, dtype=np.int32), (len(x), 1))
         weights = of_kind(np.zeros(slots.shape, np.float32), x)
@@ -76,7 +76,7 @@ class SomeExperts:
             return chosen_ffn(x, routing.choice, records, residual, shared)
         return expert_ffn(x, at, records, weights, residual, shared, routing.norm)
 
-    def in_pieces(self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray) -> Pieces[AnyArray]:
+    def in_pieces(self, routing: Routing, x: Array, residual: Array, shared: Array | None) -> Pieces[Array]:
         yield from ()
         records, slots, _, weights = self._inputs(x)
         on_units = not refusal(backend.dtype_of(x), records.record)

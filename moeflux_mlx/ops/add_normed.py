@@ -7,7 +7,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from . import backend
-from .backend import AnyArray
+from .backend import AnyArray, Array
 from .elementwise import scaled
 from .launch import NO_KERNELS, Kernel, Launch, Reason
 from .norm import Norm, rms_norm
@@ -59,7 +59,7 @@ def add_weighed(
     return joined.astype(h.dtype)
 
 
-def _planned(h: AnyArray, is_pair: bool, has_factor: bool, weighed: int) -> Launch | Reason:
+def _planned(h: Array, is_pair: bool, has_factor: bool, weighed: int) -> Launch | Reason:
     """The launch for rows h [..., D]."""
     if not isinstance(h, mx.array):
         return NO_KERNELS

@@ -24,8 +24,9 @@ from .stand_ins import stand_ins
 # Activations have one of these types through a whole pass: its kind. Where the two only differ in how they are made,
 # `of_kind` and `library_of` serve both; an operation asks for the kind only where it has two forms.
 Array = TypeVar("Array", mx.array, np.ndarray)
-# An array of one of these types where no variable can say so: a field, or what is computed from one. The types of
-# operations on it are not checked, because each operation would have to exist for every pair of the two.
+EitherArray: TypeAlias = np.ndarray | mx.array  # where no variable can say which, and both have what is done with it
+# The same where both kinds meet in an operation. Its type is not checked, because each operation would have to exist
+# for every pair of the two.
 AnyArray: TypeAlias = Any
 
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
@@ -86,24 +87,26 @@ def enter(tokens: mx.array, dtype: mx.Dtype) -> AnyArray:
     return view(tokens) if native.available() else tokens
 
 
-def leave(x: mx.array | np.ndarray) -> mx.array:
+def leave(x: EitherArray) -> mx.array:
     """Converts back to an MLX array."""
     return mx.array(x) if isinstance(x, np.ndarray) else x
 
 
-def of_kind(array: AnyArray, x: AnyArray) -> AnyArray:
+def of_kind(array: AnyArray, x: Array) -> Array:
     """`array` as an array of x's kind: beside numpy's it is read in place, beside MLX's it is converted."""
     return view(array) if isinstance(x, np.ndarray) else leave(array)
 
 
-def kernels_take(x: AnyArray, refusal: Callable[..., Reason | None], *case: object) -> TypeGuard[mx.array]:
+def kernels_take(x: EitherArray, refusal: Callable[..., Reason | None], *case: object) -> TypeGuard[mx.array]:
     """Whether a GPU's kernels compute with x: it is MLX's, and `refusal` has no reason against the case on this
     backend.
     """
     return not isinstance(x, np.ndarray) and not refusal(name(), *case)
 
 
-def native_takes(x: AnyArray, refusal: Callable[..., Reason | None], *case: object) -> TypeGuard[np.ndarray]:
+def native_takes(
+    x: np.ndarray | mx.array, refusal: Callable[..., Reason | None], *case: object
+) -> TypeGuard[np.ndarray]:
     """Whether a native form computes with x: it is numpy's, and `refusal` has no reason against the case."""
     return isinstance(x, np.ndarray) and not refusal(*case)
 
@@ -176,19 +179,19 @@ def contiguous(x: Array) -> Array:
     return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else mx.contiguous(x)
 
 
-def view(x: AnyArray) -> np.ndarray:
+def view(x: EitherArray) -> np.ndarray:
     """The evaluated array's own memory, row-contiguous; bfloat16 as uint16."""
     if not isinstance(x, np.ndarray):
         x = np.asarray(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
     return np.ascontiguousarray(x)
 
 
-def library_of(x: AnyArray) -> ModuleType:
+def library_of(x: Array) -> ModuleType:
     """The module whose functions take arrays of x's kind: `mlx.core` or numpy."""
     return np if isinstance(x, np.ndarray) else mx
 
 
-def dtype_of(x: AnyArray) -> mx.Dtype:
+def dtype_of(x: Array) -> mx.Dtype:
     """The dtype of MLX's or numpy's activations."""
     return mx.float32 if isinstance(x, np.ndarray) else x.dtype
 

@@ -21,14 +21,14 @@ MANTISSA = 23
 ROUND, THREADS = Kernel("block_round", "x", "y"), 256
 
 
-def to_e4m3(x: Array, block: int, first: int | None = None) -> AnyArray:
+def to_e4m3(x: Array, block: int, first: int | None = None) -> Array:
     """x with each block of its last axis rounded to E4M3 (OCP 8-bit floats) times a power of two, the least with which
     no value exceeds the largest code. `first`: of a single row only so many values, the others stay as they are.
     """
     return _rounded(x, RoundingRule(block, 1e-4, E4M3_MOST, 3, -6), first)
 
 
-def to_e2m1(x: Array, block: int, has_e4m3_scale: bool = False) -> AnyArray:
+def to_e2m1(x: Array, block: int, has_e4m3_scale: bool = False) -> Array:
     """x with each block of its last axis rounded to E2M1 (OCP microscaling floats) times a power of two as in
     `to_e4m3`; or times a sixth of the block's largest value, which is rounded to E4M3 itself.
     """
@@ -49,7 +49,7 @@ class RoundingRule(NamedTuple):
     has_e4m3_scale: bool = False
 
 
-def _rounded(x: AnyArray, rule: RoundingRule, first: int | None = None) -> AnyArray:
+def _rounded(x: Array, rule: RoundingRule, first: int | None = None) -> AnyArray:
     library = library_of(x)
     if kernels_take(x, refusal, rule.block):
         return plan(backend.name(), x.dtype, x.shape, first, rule)(x)[0]
@@ -80,7 +80,7 @@ def plan(target: str, dtype: mx.Dtype, shape: Shape, first: int | None, rule: Ro
     return Launch(target, ROUND, template, (ceildiv(count, THREADS), 1), THREADS, [(shape, dtype)])
 
 
-def _nearest(x: AnyArray, bits: int, lowest: int) -> AnyArray:
+def _nearest(x: Array, bits: int, lowest: int) -> Array:
     """The nearest values with so many bits behind the first one, and exponents from `lowest` on."""
     library = library_of(x)
     exponent = library.maximum(_bits(x) >> MANTISSA & 0xFF, ONE + lowest) - bits
@@ -89,12 +89,12 @@ def _nearest(x: AnyArray, bits: int, lowest: int) -> AnyArray:
     return library.round(scaled) * step
 
 
-def _power_above(x: AnyArray) -> AnyArray:
+def _power_above(x: Array) -> Array:
     """The least power of two that is not below positive x."""
     bits = _bits(x)
     exponent = (bits >> MANTISSA) + ((bits & (1 << MANTISSA) - 1) != 0)
     return (exponent << MANTISSA).view(library_of(x).float32)
 
 
-def _bits(x: AnyArray) -> AnyArray:
+def _bits(x: Array) -> Array:
     return x.view(library_of(x).int32)

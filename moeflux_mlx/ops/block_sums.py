@@ -10,7 +10,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from . import backend
-from .backend import AnyArray, kernels_take
+from .backend import AnyArray, Array, kernels_take
 from .elementwise import float32, softmax
 from .launch import LEAST_ELEMENTS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import rms_norm
@@ -23,7 +23,7 @@ MOST_NUMBERS = 64  # that a thread has in registers: for each sum one of its len
 KEPT, ADDED, BEHIND = range(3)  # what becomes of `out` in the kernel
 
 
-def mixed_normed(h: AnyArray, queries: mx.array, eps: float) -> AnyArray:
+def mixed_normed(h: Array, queries: mx.array, eps: float) -> Array:
     """The inputs [B, L, inputs * D] of a part: of the normed rows of h [B, L, n * D] sums that are weighed by a softmax
     of their products with each of the queries [inputs, D] float32.
     """
@@ -35,7 +35,7 @@ def mixed_normed(h: AnyArray, queries: mx.array, eps: float) -> AnyArray:
     return parts[0] if len(parts) == 1 else backend.library_of(h).concatenate(parts, axis=-1)
 
 
-def mixed(h: AnyArray, weight: mx.array, eps: float) -> AnyArray:
+def mixed(h: Array, weight: mx.array, eps: float) -> Array:
     """The sum [B, L, D] of the rows of h [B, L, n * D], n sums of D values, weighed by a softmax of numbers: the sum of
     each row's values, normed, times weight [D] float32. It is a part's input.
     """
@@ -50,8 +50,8 @@ def mixed(h: AnyArray, weight: mx.array, eps: float) -> AnyArray:
 
 
 def mixed_behind(
-    h: AnyArray, out: AnyArray, weight: mx.array, eps: float, begins: bool, normed: bool = False
-) -> tuple[AnyArray, AnyArray]:
+    h: Array, out: Array, weight: mx.array, eps: float, begins: bool, normed: bool = False
+) -> tuple[Array, Array]:
     """The sums behind a part with the output out [B, L, D], and `mixed`, or `mixed_normed` by queries `weight`, of
     them. The output is added to the last sum; or, if it `begins` a block, becomes a sum of its own behind the others.
     """
@@ -86,7 +86,7 @@ def _only_last(count: int) -> mx.array:
     return mx.array([0.0] * (count - 1) + [1.0] + [0.0] * max(LEAST_ELEMENTS - count, 0))
 
 
-def takes_token(h: AnyArray, count: int, inputs: int = 1) -> bool:
+def takes_token(h: Array, count: int, inputs: int = 1) -> bool:
     """Whether the kernels take the sums h [B, L, n * D], where `count` are to be weighed for each of `inputs`."""
     return kernels_take(h, refusal, h.shape[0] * h.shape[1], count, inputs)
 

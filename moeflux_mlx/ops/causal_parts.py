@@ -4,8 +4,6 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from .backend import AnyArray
-
 # Scores that exist at once: without fused attention, MLX keeps all scores of a call. With the widest heads they take an
 # M1's GPU 0.05 s at its full rate (gpu_time).
 SCORES = 1 << 27
@@ -13,8 +11,13 @@ LEAST_ROWS = 256  # least rows of a part of an attention with a window
 
 
 def in_parts(
-    heads: int, rows: int, positions: int, mask: AnyArray, window: int | None = None, first: int | None = None
-) -> Iterator[tuple[slice, slice, AnyArray]]:
+    heads: int,
+    rows: int,
+    positions: int,
+    mask: mx.array | str | None,
+    window: int | None = None,
+    first: int | None = None,
+) -> Iterator[tuple[slice, slice, mx.array | str | None]]:
     """Cuts the rows of a causal attention so that each part's scores are within `SCORES`.
 
     Yields the rows of a part, the positions that they see, and their mask. Only a causal attention of many rows is cut.
@@ -44,7 +47,7 @@ def in_parts(
 
 def _in_chunks(
     heads: int, rows: int, positions: int, chunk: int, offset: int
-) -> Iterator[tuple[slice, slice, AnyArray]]:
+) -> Iterator[tuple[slice, slice, mx.array | str | None]]:
     """`in_parts` of each chunk for itself."""
     before, start = positions - rows, 0
     while start < rows:

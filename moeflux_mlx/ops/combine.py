@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import backend, native
-from .backend import AnyArray, Array, of_kind, view
+from .backend import Array, of_kind, view
 from .launch import Kernel, Launch, Reason, Shape, Template, ceildiv
 from .tiles import planned
 
@@ -35,7 +35,7 @@ def combined(
     where = of_kind(where, residual)
     if isinstance(residual, np.ndarray):
         return native.combine(view(rows), where, weights, residual, shared)
-    parts: list[AnyArray] = []
+    parts: list[Array] = []
     for start in range(0, len(residual), COMBINED):
         part = slice(start, start + COMBINED)
         rest = None if shared is None else shared[part]

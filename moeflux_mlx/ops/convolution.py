@@ -77,7 +77,7 @@ def plan_step(
     return Launch(target, STEP, template, (ceildiv(channels, THREADS), 1), THREADS, outputs)
 
 
-def convolution_sums(x: Array, state: RecurrentState, weight: AnyArray, more: AnyArray = None) -> AnyArray:
+def convolution_sums(x: Array, state: RecurrentState, weight: mx.array, more: Array | None = None) -> Array:
     """The convolution of the next inputs x [B, L, channels] of one text or of a batch, float32; updates `state`.
 
     Args:
@@ -87,7 +87,7 @@ def convolution_sums(x: Array, state: RecurrentState, weight: AnyArray, more: An
     """
     (batch, length, channels), taps, library = x.shape, weight.shape[1], library_of(x)
     shape = batch, taps - 1, channels
-    before: AnyArray = library.zeros(shape, x.dtype) if state.conv is None else of_kind(state.conv, x)
+    before: Array = library.zeros(shape, x.dtype) if state.conv is None else of_kind(state.conv, x)
     inputs, weights = library.concatenate([before.astype(x.dtype), x], axis=1), of_kind(weight, x)
     total: Any = 0.0
     with np.errstate(invalid="ignore"):  # damaged weights give NaN here and an error where logits are checked

@@ -171,7 +171,7 @@ def chosen_gate_up(
 
 def expert_ffn(
     x: Array,
-    slots: AnyArray,
+    slots: Array,
     records: Records,
     weights: Array,
     residual: Array,
@@ -258,9 +258,7 @@ def _last_of(shared: Any, other: mx.array) -> list[AnyArray]:
     return [*inputs_of(shared.down), other if shared.gates is None else shared.gates]
 
 
-def expert_gate_up(
-    x: Array, slots: AnyArray, records: Records, shared: Shared | None = None, alone: bool = True
-) -> Array:
+def expert_gate_up(x: Array, slots: Array, records: Records, shared: Shared | None = None, alone: bool = True) -> Array:
     """The activation of gate x and up x, for every slot of every token.
 
     Args:
@@ -291,7 +289,7 @@ def expert_gate_up(
 
 def expert_down_combine(
     act: Array,
-    slots: AnyArray,
+    slots: Array,
     records: Records,
     weights: Array,
     residual: Array,
@@ -339,9 +337,9 @@ def expert_down_combine(
     return out
 
 
-def each_down(act: AnyArray, slots: AnyArray, records: Records, alone: bool) -> AnyArray:
+def each_down(act: Array, slots: Array, records: Records, alone: bool) -> Array:
     """down_k act[k] + its bias for each expert of each token, float32 [T * K, H]."""
-    act, slots, parts = act.reshape(slots.size, 1, -1), slots.reshape(-1, 1), list[AnyArray]()
+    act, slots, parts = act.reshape(slots.size, 1, -1), slots.reshape(-1, 1), list[Array]()
     for start in range(0, len(act), MAX_TOKENS):
         some = slice(start, start + MAX_TOKENS)
         shapes = (len(act[some]), 1), (len(act[some]), records.record.hidden_size)

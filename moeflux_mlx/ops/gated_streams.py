@@ -26,7 +26,7 @@ ROWS, SIMDGROUPS = 2, 4  # of a threadgroup of LOW
 THREADS, LANES = 256, 8  # of a threadgroup of MEAN; and of those that share a column, at most
 
 
-def gated_mean(normed: Array, logits: Array, streams: int) -> AnyArray:
+def gated_mean(normed: Array, logits: Array, streams: int) -> Array:
     """The mean [B, L, D] over n streams of normed [B, L, n * D], each value times the sigmoid of its logit."""
     B, L, _ = normed.shape
     return (sigmoid(logits) * normed).reshape(B, L, streams, -1).mean(axis=2)
@@ -67,8 +67,8 @@ def takes_token(h: Array, low: Weights, up: Weights, rule: GatedConnections) -> 
 class Behind(NamedTuple):
     """What is added to the streams: a part's output [1, 1, D], and its weight in each stream, [1, 1, n] float32."""
 
-    out: mx.array
-    weights: mx.array
+    out: AnyArray
+    weights: AnyArray
 
 
 def token_mean(
@@ -113,7 +113,7 @@ def plan_mean(
     return products, Launch(target, MEAN, template, (ceildiv(width // n * lanes, THREADS), 1), THREADS, outputs)
 
 
-def takes_messages(x: AnyArray, low: Weights | None, up: Weights | None, gates: int) -> bool:
+def takes_messages(x: Array, low: Weights | None, up: Weights | None, gates: int) -> bool:
     """Whether `let_in` takes inputs [B, L, D] and these matrices; None: they are not joined."""
     if low is None or up is None or not kernels_take(x, refusal, x.shape[0] * x.shape[1]):
         return False
@@ -121,7 +121,7 @@ def takes_messages(x: AnyArray, low: Weights | None, up: Weights | None, gates: 
     return not (is_odd or form_refusal(low.quant, low.shape[1]) or form_refusal(up.quant, up.shape[1]))
 
 
-def let_in(h: mx.array, low: Weights, up: Weights, eps: float, gates: int) -> AnyArray:
+def let_in(h: mx.array, low: Weights, up: Weights, eps: float, gates: int) -> mx.array:
     """The inputs [1, 1, gates * D] with messages let in.
 
     Args:

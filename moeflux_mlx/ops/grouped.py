@@ -16,7 +16,7 @@ import numpy as np
 from ..formats.record import Projection, Record
 from . import backend, gpu_time
 from .arrangement import Among, Batch, arrange
-from .backend import AnyArray, Array
+from .backend import AnyArray, Array, EitherArray
 from .chips import M5_GENERATION, generation_of
 from .combine import RowNorm, combined
 from .dequantize import DenseParts, dense, dequantized_records, linear_biases, views
@@ -104,7 +104,7 @@ class GroupedRows:
 
     def multiply(
         self, index: int, slots: np.ndarray, records: Records, between: Callable[[], object] | None = None
-    ) -> AnyArray:
+    ) -> EitherArray:
         """Multiplies the rows of the next wave, `index`, whose experts are in the rows `slots` of the records.
 
         The returned array is computed when the wave is; a numpy array is computed already.
@@ -160,7 +160,7 @@ class GroupedRows:
             self._outputs[0][start:stop] = native_rows(taken, where, records)
         return self._outputs[0]
 
-    def outputs(self) -> AnyArray:
+    def outputs(self) -> EitherArray:
         """The experts' outputs in the order of the ids, [T * K, H] in x's dtype. Every wave must have been
         multiplied.
         """

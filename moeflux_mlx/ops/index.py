@@ -15,7 +15,7 @@ import numpy as np
 
 from ..kinds import HeadBlocks, Indexer, KeyBlocks
 from . import backend, gpu_time
-from .backend import AnyArray, Array, arange, leave, library_of, of_kind
+from .backend import AnyArray, Array, EitherArray, arange, leave, library_of, of_kind
 from .elementwise import float32
 from .launch import LEAST_ELEMENTS, MOST_THREADS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import CentredNorm, Norm
@@ -63,7 +63,7 @@ class IndexTerms(NamedTuple):
     query_norm: Norm | None = None
     rotates_last: bool = False
 
-    def keys(self, keys: Array, position: int | AnyArray) -> AnyArray:
+    def keys(self, keys: Array, position: int | AnyArray) -> Array:
         """The keys [B, L, D] of tokens from a rotary position on."""
         assert self.key_norm is not None
         return self._turned(self.key_norm(keys)[:, :, None], position)[:, :, 0]
@@ -73,7 +73,7 @@ class IndexTerms(NamedTuple):
         queries = queries.reshape(*queries.shape[:2], heads, -1)
         return self._turned(queries if self.query_norm is None else self.query_norm(queries), position)
 
-    def _turned(self, x: Array, position: int | AnyArray) -> AnyArray:
+    def _turned(self, x: Array, position: int | AnyArray) -> Array:
         if self.rope is None:
             return x
         if self.rotates_last:
@@ -100,21 +100,21 @@ class KeyStepping(Protocol):
     def held(self, dtype: mx.Dtype) -> Held:
         """The contents before a token, with entries of `dtype`."""
 
-    def advance(self, recent: AnyArray) -> None:
+    def advance(self, recent: EitherArray) -> None:
         """Replaces `recent` by a copy with one more token."""
 
 
 # ---- plain operations
 
 
-def append_keys(cache: Positions, keys: AnyArray) -> AnyArray:
+def append_keys(cache: Positions, keys: Array) -> Array:
     """Appends index keys [B, L, D]; returns those of all positions [B, P, D]."""
     (B, L, _), rows = keys.shape, leave(keys)[:, None]
     every, _ = cache.update_and_fetch(rows, mx.zeros((B, 1, L, 0), rows.dtype))
     return of_kind(every, keys)[:, 0]
 
 
-def choose(index: Index, seen: AnyArray, indexer: Indexer) -> AnyArray:
+def choose(index: Index, seen: Array, indexer: Indexer) -> Array:
     """The positions with the best scores among those that each token sees: int32 [B, rows, top], ascending.
 
     Args:
@@ -168,7 +168,7 @@ def choose_in_blocks(
     return library.concatenate(chosen, axis=1), None if marked[0] is None else library.concatenate(marked, axis=1)
 
 
-def _best_blocks(scores: AnyArray, newest: AnyArray, top: int, size: int, library: ModuleType) -> AnyArray:
+def _best_blocks(scores: Array, newest: Array, top: int, size: int, library: ModuleType) -> Array:
     """The blocks int32 [B, rows, top] with the largest scores [B, rows, P], and of each row the `newest`, [rows]."""
     B, rows, number = scores.shape
     room = -(-number // size)

@@ -62,7 +62,7 @@ def row_by_row(operation: Callable[..., mx.array], *arrays: mx.array) -> mx.arra
     return mx.concatenate([operation(*(rows[t : t + 1] for rows in arrays)) for t in range(count)])
 
 
-def grouped_linear(x: Array, w: Weights, groups: int) -> AnyArray:
+def grouped_linear(x: Array, w: Weights, groups: int) -> Array:
     """[..., groups * rows] of x [..., groups * columns]: each group's columns times the transpose of its own rows of w
     [groups * rows, columns]. On a GPU all groups are one product."""
     observe(w, x.reshape(-1, w.shape[1]))

@@ -57,8 +57,8 @@ class NGramWeights(NamedTuple):
 
 
 def with_ngrams(
-    h: Array, key: Array, value: Array, before: AnyArray, w: NGramWeights, part: NGrams
-) -> tuple[AnyArray, AnyArray]:
+    h: Array, key: Array, value: Array, before: Array | None, w: NGramWeights, part: NGrams
+) -> tuple[Array, Array]:
     """The streams h [B, L, n * D] with what n-grams add; and the last inputs of the convolution.
 
     Args:
@@ -84,7 +84,7 @@ def with_ngrams(
     return h + gated + _convolved(inputs, w.conv, part, L), inputs[:, L:]
 
 
-def _convolved(inputs: AnyArray, weight: mx.array, part: NGrams, count: int) -> AnyArray:
+def _convolved(inputs: Array, weight: mx.array, part: NGrams, count: int) -> Array:
     """silu of the last `count` outputs of the convolution, whose inputs lie `longest` apart, summed in float32."""
     taps = of_kind(weight, inputs)
     total: AnyArray = 0.0

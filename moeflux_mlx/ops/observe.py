@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from .backend import AnyArray
+from .backend import AnyArray, Array
 from .matrix import Weights
 from .norm import Norm
 
@@ -22,7 +22,7 @@ def observing(observer: Observer) -> Iterator[None]:
         _observer.reset(token)
 
 
-def observe(matrix: Weights, x: AnyArray, norm: Norm | None = None) -> None:
+def observe(matrix: Weights, x: Array, norm: Norm | None = None) -> None:
     """Shows the observer, if there is one, that `matrix` multiplies norm(x)."""
     observer = _observer.get()
     if observer is not None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from .backend import AnyArray
+from .backend import AnyArray, EitherArray
 from .launch import Shape
 
 RECENT = 32  # positions whose keys and values are in the small array of a step
@@ -61,5 +61,5 @@ class Steps(Positions, Protocol):
     def held(self, dtype: mx.Dtype, here: bool = False, n: int = 1) -> Held:
         """The contents before a token, with entries of `dtype`, with room for n; `here`: as numpy arrays."""
 
-    def advance(self, recent: AnyArray) -> None:
+    def advance(self, recent: EitherArray) -> None:
         """Replaces `recent` by a copy with one more token."""

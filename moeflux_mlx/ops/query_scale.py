@@ -11,7 +11,7 @@ from .backend import AnyArray, Array, library_of, of_kind
 from .launch import Input
 
 
-def query_factors(positions: AnyArray, by: QueryFactor, library: ModuleType) -> AnyArray:
+def query_factors(positions: Array, by: QueryFactor, library: ModuleType) -> AnyArray:
     """The float32 factors of queries at integer positions, with operations of numpy or MLX."""
     if isinstance(by, QueryGrowth):
         return library.exp(by.exponent * library.log1p((positions + 1).astype(library.float32) / by.length))
@@ -31,7 +31,7 @@ def scaled_queries(q: Array, offset: int | mx.array, by: QueryFactor | None) -> 
     return (q * factors[:, None, None]).astype(q.dtype)
 
 
-def grown_queries(q: Array, offset: int | mx.array, scale: mx.array, bias: mx.array) -> AnyArray:
+def grown_queries(q: Array, offset: int | mx.array, scale: mx.array, bias: mx.array) -> Array:
     """q [B, L, heads * D] of positions from `offset`, times scale * log(position + 1) + bias of each head, in float32
     (transformers, `MistralLarge4TextSoftmaxScaling`).
     """
@@ -43,7 +43,7 @@ def grown_queries(q: Array, offset: int | mx.array, scale: mx.array, bias: mx.ar
     return (q.reshape(B, L, len(scale), -1) * factors).astype(q.dtype).reshape(q.shape)
 
 
-def _factors(places: AnyArray, scale: AnyArray, bias: AnyArray) -> AnyArray:
+def _factors(places: Array, scale: Array, bias: Array) -> Array:
     """[L, heads, 1] of places [L, 1, 1]."""
     library = library_of(places)
     logs = library.log1p(places.astype(library.float32))

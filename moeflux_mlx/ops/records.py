@@ -158,7 +158,7 @@ def words_of(records: Records, slots: mx.array, words: slice) -> mx.array:
     return launch(*arrays, slots, *map(count, (len(slots), words.start, units)))[0]
 
 
-def _taken(arrays: Sequence[AnyArray], slots: mx.array, words: slice) -> mx.array:
+def _taken(arrays: Sequence[mx.array], slots: mx.array, words: slice) -> mx.array:
     """`words_of` buffers by operations that can be traced."""
     number, row = slots >> ROW_BITS, mx.minimum(slots & ((1 << ROW_BITS) - 1), len(arrays[0]) - 1)
     taken = mx.zeros((slots.size, words.stop - words.start), mx.uint32)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 
 from . import backend
-from .backend import AnyArray, library_of
+from .backend import AnyArray, Array, library_of
 
 # Rows of a step that share a launch, if each has its own arrays: Metal gives a kernel at most 31 arrays.
 TOGETHER = {"metal": 4, "cuda": 8}
@@ -94,7 +94,7 @@ class StepRows:
 
     def each(
         self,
-        parts: Sequence[AnyArray],
+        parts: Sequence[Array | None],
         compute: Callable[..., AnyArray],
         together: bool = False,
         in_order: bool = False,
@@ -146,7 +146,7 @@ def begin_row(rows: Sequence[StepRows], i: int) -> list[AnyCache]:
     return [one.caches[i] for one in rows]
 
 
-def each_alone(rows: Sequence[StepRows], parts: Sequence[AnyArray], compute: Callable[..., AnyArray]) -> AnyArray:
+def each_alone(rows: Sequence[StepRows], parts: Sequence[Array], compute: Callable[..., AnyArray]) -> Array:
     """The results of all rows [1, R, ...], computed one by one.
 
     Args:

@@ -79,7 +79,7 @@ class Chosen:
         """All that is handed on; None in the place of what is not there."""
         return [getattr(self, part) for part in HANDED]
 
-    def take(self, handed: Sequence[AnyArray]) -> None:
+    def take(self, handed: Sequence[mx.array | None]) -> None:
         """Replaces what is handed on."""
         for part, one in zip(HANDED, handed, strict=True):
             setattr(self, part, one)

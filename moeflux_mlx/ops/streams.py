@@ -42,7 +42,7 @@ class Mapping(NamedTuple):
         return (self.base, self.scale) if self.pieces is None else self.pieces
 
 
-def spread(x: Array, streams: int) -> AnyArray:
+def spread(x: Array, streams: int) -> Array:
     """[B, L, n * D]: every stream begins as x [B, L, D]."""
     return x if streams == 1 else backend.library_of(x).concatenate([x] * streams, axis=-1)
 
@@ -71,7 +71,7 @@ def mapped(h: AnyArray, by: Mapping, rule: HyperConnections, eps: float) -> tupl
     return mixing[..., count:], mixing[..., :count]
 
 
-def _mapped(h: AnyArray, by: Mapping, rule: StreamRule, eps: float) -> tuple[AnyArray, AnyArray]:
+def _mapped(h: Array, by: Mapping, rule: StreamRule, eps: float) -> tuple[Array, Array]:
     """The weights [B, L, n] float32 of the sum, and those of `gathered`, by plain operations."""
     made, base, scale = _made(h, by, eps)
     n = rule.streams
@@ -84,7 +84,7 @@ def _mapped(h: AnyArray, by: Mapping, rule: StreamRule, eps: float) -> tuple[Any
     return weights, backend.library_of(h).concatenate([post, comb], axis=-1)
 
 
-def weighed(h: AnyArray, weights: AnyArray) -> AnyArray:
+def weighed(h: Array, weights: Array) -> Array:
     """The sum [B, L, D] of the streams h [B, L, n * D] with weights [B, L, n], in float32."""
     return _weighed(float32(h), weights).astype(h.dtype)
 
@@ -101,7 +101,7 @@ def carried(weights: AnyArray, like: AnyArray, width: int) -> AnyArray:
     return library.concatenate([*parts, room], axis=-1)
 
 
-def found_in(values: AnyArray, count: int) -> AnyArray:
+def found_in(values: Array, count: int) -> Array:
     """The weights [B, L, count] float32 of which `carried` made the values."""
     first, second, third = (float32(values[..., i * count : (i + 1) * count]) for i in range(3))
     return first + second + third
@@ -119,7 +119,7 @@ def gathered_behind(
     return streams, *_from_products(launches, streams, made, by)
 
 
-def _takes_token(h: AnyArray, rule: StreamRule) -> bool:
+def _takes_token(h: Array, rule: StreamRule) -> bool:
     return kernels_take(h, refusal, h.shape[0] * h.shape[1], rule)
 
 
@@ -141,7 +141,7 @@ class Gather(NamedTuple):
     weights: Launch
 
 
-def _from_products(launches: Gather, h: AnyArray, made: mx.array, by: Mapping) -> tuple[mx.array, mx.array]:
+def _from_products(launches: Gather, h: mx.array, made: mx.array, by: Mapping) -> tuple[mx.array, mx.array]:
     """`gathered` of one token [1, 1, n * D], from the products with its streams."""
     x, mixing = launches.weights(h, made, *by.inputs)
     return x, mixing
@@ -171,25 +171,25 @@ def plan_scatter(target: str, width: int, dtype: mx.Dtype, streams: int, is_mixe
     return Launch(target, SCATTER, template, (ceildiv(D, THREADS), 1), THREADS, [((1, 1, width), dtype)])
 
 
-def normed_streams(h: Array, weight: mx.array, eps: float, streams: int) -> AnyArray:
+def normed_streams(h: Array, weight: mx.array, eps: float, streams: int) -> Array:
     """h [B, L, n * D], each of its n streams normed, times weight [n * D]."""
     rows = rms_norm(h.reshape(-1, h.shape[-1] // streams), None, eps).reshape(h.shape)
     return rows * of_kind(weight, h)
 
 
-def last_sum(h: Array, by: Mapping, rule: StreamRule, eps: float) -> AnyArray:
+def last_sum(h: Array, by: Mapping, rule: StreamRule, eps: float) -> Array:
     """The one stream [B, L, D] behind the last layer."""
     made, base, scale = _made(h, by, eps)
     return _sum(h, sigmoid(made * scale[0] + base) + rule.eps, rule)
 
 
-def mean_of(h: Array, streams: int) -> AnyArray:
+def mean_of(h: Array, streams: int) -> Array:
     """The mean [B, L, D] of the streams h [B, L, n * D]."""
     B, L, _ = h.shape
     return h.reshape(B, L, streams, -1).mean(axis=2)
 
 
-def doubly_stochastic(comb: AnyArray, rule: HyperConnections) -> AnyArray:
+def doubly_stochastic(comb: Array, rule: HyperConnections) -> Array:
     """Positive matrices [..., n, n] whose rows and columns sum to one, of any: a softmax of rows, and then columns and
     rows divided by their sums in turn, columns last."""
     comb = softmax(comb) + rule.eps
@@ -217,13 +217,13 @@ def scattered(h: AnyArray, out: AnyArray, mixing: AnyArray, rule: StreamRule) ->
     return mixed.reshape(B, L, width)
 
 
-def _added(h: Array, out: Array, weights: Array) -> AnyArray:
+def _added(h: Array, out: Array, weights: Array) -> Array:
     """h [B, L, n * D] plus out [B, L, D] in each stream, times weights [B, L, n], in float32."""
     made = (weights[..., None] * float32(out)[:, :, None]).reshape(h.shape)
     return (float32(h) + made).astype(h.dtype)
 
 
-def _made(h: Array, by: Mapping, eps: float) -> tuple[AnyArray, AnyArray, AnyArray]:
+def _made(h: Array, by: Mapping, eps: float) -> tuple[Array, Array, Array]:
     fn, base, scale = (of_kind(part, h) for part in by[:3])
     rows = rms_norm(float32(h), None, eps).reshape(-1, h.shape[-1])
     if 1 < len(rows) <= MAX_TOKENS:  # rows of a step: each has the bits that it has alone
@@ -234,10 +234,10 @@ def _made(h: Array, by: Mapping, eps: float) -> tuple[AnyArray, AnyArray, AnyArr
     return made.reshape(*h.shape[:2], -1), base, scale
 
 
-def _sum(h: AnyArray, weights: AnyArray, rule: StreamRule) -> AnyArray:
+def _sum(h: Array, weights: Array, rule: StreamRule) -> Array:
     """Hyper-connections round the weights like the streams; independent ones sum in float32."""
     return weighed(h, weights) if isinstance(rule, IndependentConnections) else _weighed(h, weights.astype(h.dtype))
 
 
-def _weighed(h: AnyArray, weights: AnyArray) -> AnyArray:
+def _weighed(h: Array, weights: Array) -> Array:
     return (weights[..., None] * h.reshape(*weights.shape, -1)).sum(axis=2)

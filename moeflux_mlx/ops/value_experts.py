@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import backend
-from .backend import AnyArray, computes_at_once, library_of, of_kind
+from .backend import AnyArray, Array, computes_at_once, library_of, of_kind
 from .dequantize import dense
 from .elementwise import sigmoid
 from .experts import each_down, expert_down_combine, of_kinds
@@ -23,7 +23,7 @@ from .records import Records
 COPIED = 8  # matrices that are copied at a time; at most two such groups are in memory
 
 
-def step_values(x: AnyArray, slots: AnyArray, weights: AnyArray, records: Records) -> AnyArray:
+def step_values(x: Array, slots: np.ndarray, weights: Array, records: Records) -> Array:
     """[T, rows] of the rows of a step, x [T, D], slots of the records and weights [T, K]."""
     records, slots = of_kinds(x, records, slots)
     (T, K), library = slots.shape, library_of(x)
@@ -94,7 +94,7 @@ class ValueRows:
         matrices = (Part(quant, *cast(Any, [part[i] for part in parts])) for i in range(len(slots)))
         return mx.concatenate([multiply(x, one, transpose=True) for x, one in zip(rows, matrices, strict=True)])
 
-    def weighed(self, weights: AnyArray) -> AnyArray:
+    def weighed(self, weights: Array) -> Array:
         """[T, rows], with weights [T, K], when all experts were multiplied."""
         where = np.empty(self._order.size, np.int32)
         where[self._order] = np.arange(self._order.size, dtype=np.int32)

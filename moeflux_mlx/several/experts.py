@@ -93,8 +93,8 @@ class RankedExperts:
             shared = shared_rows(x, shared, self.source.layout.records[routing.layer], routing.ids.shape[1])
         return finished(self.in_pieces(routing, x, residual, shared))
 
-    def in_pieces(self, routing: Routing, x: Array, residual: Array, shared: AnyArray) -> Pieces[Array]:
-        weighed: AnyArray = routing.weights
+    def in_pieces(self, routing: Routing, x: Array, residual: Array, shared: Array | None) -> Pieces[Array]:
+        weighed = routing.weights
         routing = on_host(routing)
         ids, weights = cast(np.ndarray, routing.ids), cast(np.ndarray, routing.weights)
         if self.shares_routing:
@@ -133,7 +133,7 @@ class RankedExperts:
 
     def own_rows(
         self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, mine: np.ndarray
-    ) -> Pieces[AnyArray]:
+    ) -> Pieces[Array]:
         """The outputs of this process's experts for the pairs `mine`, [len(mine), H]: in x's dtype if there are many,
         else float32.
         """
@@ -154,9 +154,7 @@ class RankedExperts:
             lease.release(None if records.lasting else rows)
             return rows
 
-    def _gather(
-        self, layer: int, agreed: np.ndarray, most: int, rows: AnyArray, failure: BaseException | None
-    ) -> AnyArray:
+    def _gather(self, layer: int, agreed: np.ndarray, most: int, rows: Array, failure: BaseException | None) -> Array:
         """Gathers the rows of all processes, [size * most, H], in pieces of equal length; `agreed` determines the
         order.
         """
@@ -191,7 +189,7 @@ class RankedExperts:
         self, layer: int, ids: np.ndarray, weights: np.ndarray, residual: Array, shared: Array | None
     ) -> tuple[np.ndarray, np.ndarray, Array, Array | None]:
         """Replaces choice, residual and shared expert by those of rank 0."""
-        streams: list[AnyArray] = [residual] if shared is None else [residual, shared]
+        streams = [residual] if shared is None else [residual, shared]
         parts = [ids.astype(np.uint32), weights.view(np.uint32)]
         parts += [np.asarray(float32(stream)).view(np.uint32) for stream in streams]
         gathered = self.exchange(ROUTING + KINDS * layer, np.concatenate([part.reshape(-1) for part in parts]))
@@ -218,7 +216,7 @@ def on_host(routing: Routing) -> Routing:
     return Routing(routing.layer, parts[0], parts[1].view(np.float32), guess, norm=routing.norm)
 
 
-def _filled(words: AnyArray, length: int) -> AnyArray:
+def _filled(words: Array, length: int) -> Array:
     """`words` [n, W] and as many more rows as make `length`."""
     if len(words) == length:
         return words
@@ -227,13 +225,13 @@ def _filled(words: AnyArray, length: int) -> AnyArray:
     return library.concatenate([words, rest])
 
 
-def _no_rows(x: AnyArray, count: int) -> AnyArray:
+def _no_rows(x: Array, count: int) -> Array:
     """Zeros in the place of so many of the rows that `own_rows` makes of x."""
     library = library_of(x)
     return library.zeros((count, x.shape[1]), library.float32 if len(x) <= MAX_TOKENS else x.dtype)
 
 
-def pair_rows(x: AnyArray, tokens: np.ndarray, slots: np.ndarray, records: Records, weights: np.ndarray) -> AnyArray:
+def pair_rows(x: Array, tokens: np.ndarray, slots: np.ndarray, records: Records, weights: np.ndarray) -> Array:
     """expert(slots[p])(x[tokens[p]]) for each pair, float32 [P, H]; on MLX's side times its weight.
 
     A pair goes through the kernels as it does among all of its token's, so its bits are the same: on MLX's side the

@@ -13,12 +13,12 @@ import time
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Generic, Protocol
 
 import numpy as np
 
 from ..errors import RankError
-from ..ops.backend import AnyArray, Array, contiguous, library_of, of_kind
+from ..ops.backend import Array, contiguous, library_of, of_kind
 
 MAGIC = 0x4D464C52  # "MFLR"
 HEADER = 5  # words: MAGIC, number of the message, its kind, the sender's flag, a checksum of what all must agree on
@@ -54,10 +54,10 @@ class Group(Protocol):
 
 
 @dataclass(frozen=True)
-class Gathered:
+class Gathered(Generic[Array]):
     """The result of an exchange: the words [size, n] and the flag of every process."""
 
-    words: AnyArray
+    words: Array
     flags: tuple[int, ...]
 
     def first(self, flag: int) -> int | None:
@@ -82,7 +82,7 @@ class Exchange:
         self.is_broken = self.has_ended = False
         self.pending: BaseException | None = None
 
-    def __call__(self, kind: int, words: Array, agreed: np.ndarray | None = None, flag: int = FINE) -> Gathered:
+    def __call__(self, kind: int, words: Array, agreed: np.ndarray | None = None, flag: int = FINE) -> Gathered[Array]:
         """Sends `words` [n] uint32 and receives those of the others.
 
         Args:
@@ -108,9 +108,9 @@ class Exchange:
             raise
         return Gathered(messages[:, HEADER:], tuple(int(flag) for flag in heads[:, 3]))
 
-    def _gathered(self, header: np.ndarray, words: AnyArray) -> tuple[AnyArray, np.ndarray]:
+    def _gathered(self, header: np.ndarray, words: Array) -> tuple[Array, np.ndarray]:
         """All messages and their headers; if words stay on a device, only the headers come to the host."""
-        messages: AnyArray = self.group.gather(library_of(words).concatenate([of_kind(header, words), words]))
+        messages = self.group.gather(library_of(words).concatenate([of_kind(header, words), words]))
         return messages, np.array(contiguous(messages[:, :HEADER]))  # a view would copy all of it to the host
 
     def _check(self, rank: int, theirs: np.ndarray, own: np.ndarray) -> None:

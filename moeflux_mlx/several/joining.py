@@ -10,12 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import cast
 
 import mlx.core as mx
 
 from ..errors import RankError, RequestError
-from ..ops.backend import AnyArray, Array, leave, of_kind
+from ..ops.backend import Array, leave, of_kind
 from ..process import claim_process
 
 VARIABLES = {"ring": "MLX_HOSTFILE", "jaccl": "MLX_IBV_DEVICES", "nccl": "NCCL_HOST_IP"}
@@ -144,13 +143,12 @@ class MlxGroup:
             f"rank {self.rank} has waited {self.limit:.0f} s for the others ({', '.join(others)}): one of them is late "
             "or has ended without a message; read the last output of each, then start all ranks again"
         )
-        own: AnyArray = words
         stream = mx.gpu if self.on_device else mx.cpu
         try:
             with self._watchdog.within(self.limit, message):
-                gathered: AnyArray = mx.distributed.all_gather(leave(own)[None], group=self._group, stream=stream)
+                gathered = mx.distributed.all_gather(leave(words)[None], group=self._group, stream=stream)
                 mx.eval(gathered)
         except RuntimeError as error:
             who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {', '.join(others)}"
             raise RankError(f"{who} is gone ({error}); read its last message, then start all ranks again") from None
-        return cast(Array, of_kind(gathered, own))
+        return of_kind(gathered, words)

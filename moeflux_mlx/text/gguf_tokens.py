@@ -10,7 +10,7 @@ import re
 import struct
 
 from ..errors import TokenizerError
-from ..files import JsonDict, JsonObject, JsonValue
+from ..files import JsonDict, JsonObject
 from .byte_pairs import KIMI_WORDS
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # values of `tokenizer.ggml.token_type`
@@ -77,7 +77,7 @@ def generation_file(metadata: JsonObject) -> dict[str, bytes]:
     return {"generation_config.json": _json({"eos_token_id": list(dict.fromkeys(ends))})} if ends else {}
 
 
-def _json(content: JsonValue) -> bytes:
+def _json(content: object) -> bytes:
     return json.dumps(content, ensure_ascii=False).encode()
 
 

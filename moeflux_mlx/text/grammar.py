@@ -219,7 +219,7 @@ class _TaggedParameters:
                 rule = f"{quoted(opening + self._tags.escaped(name) + closing)} {self._value(name, own)}"
                 yield rule if is_required else f"({rule})?"
 
-    def _value(self, name: str | None, own: JsonValue) -> str:
+    def _value(self, name: str | None, own: object) -> str:
         """What follows the tag of a key."""
         rule = " ".join([*_value_begin(self._tags), f"({' | '.join(self._rules(name, own))})", _gap(self._tags)])
         self._left -= 1
@@ -228,7 +228,7 @@ class _TaggedParameters:
             raise too_large(name)
         return rule
 
-    def _rules(self, name: str | None, own: JsonValue) -> list[str]:
+    def _rules(self, name: str | None, own: object) -> list[str]:
         """The value as a text, as one of the listed texts, or as JSON."""
         alternatives, end = possible(name, variants(own, self._root)), quoted(_value_end(self._tags))
         kinds, texts = self._tags.kinds, [one for one in alternatives if "string" in (types(one) or STRING)]
@@ -273,7 +273,7 @@ class _TaggedParameters:
         return {**part, "$defs": defs}
 
 
-def _rewritten(schema: JsonValue, renamed: Callable[[str], str] = str, is_map: bool = False) -> JsonValue:
+def _rewritten(schema: object, renamed: Callable[[str], str] = str, is_map: bool = False) -> JsonValue:
     """A schema in which `renamed` has changed the references, and that says otherwise what `nullable` says, which
     llguidance ignores; `is_map`: it is a map of schemas.
     """

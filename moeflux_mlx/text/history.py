@@ -48,7 +48,7 @@ class MarkerGuard:
         longest_first = sorted(map(re.escape, tokenizer.markers), key=len, reverse=True)
         self._whole = re.compile("|".join(longest_first) or r"\Z.")
 
-    def protect(self, value: JsonValue, own: bool = False) -> JsonValue:
+    def protect(self, value: object, own: bool = False) -> JsonValue:
         """A copy of JSON data whose strings have every marker broken, keys too: templates write schemas whole.
 
         `own`: the model wrote it, so tags of reasoning and calls stay.
@@ -318,7 +318,7 @@ class History:
             folded.append(message)
         return [*folded, {"role": "user", "content": waiting}] if waiting else folded
 
-    def _called(self, arguments: JsonValue, count: int = 1, **said: str) -> str:
+    def _called(self, arguments: object, count: int = 1, **said: str) -> str:
         """A chat with a message of `count` calls of such arguments as the template renders it, "" if it refuses."""
         functions = [{"name": f"probed_{n}", "arguments": arguments} for n in range(count)]
         calls = [{"id": f"12345678{n}", "type": "function", "function": own} for n, own in enumerate(functions)]
@@ -349,7 +349,7 @@ def _joined(content: JsonValue) -> str:
     return content or ""
 
 
-def _as_object(arguments: JsonValue) -> JsonDict:
+def _as_object(arguments: object) -> JsonDict:
     """Arguments as an object; other text is kept under a key, because a model may have written it."""
     value = arguments
     if isinstance(arguments, str):

@@ -110,7 +110,7 @@ class StandIn:
         arguments: of its call, in the form that the template takes.
     """
 
-    def __init__(self, answer: GivenAnswer, dialect: Dialect, channels: Channels, arguments: JsonValue):
+    def __init__(self, answer: GivenAnswer, dialect: Dialect, channels: Channels, arguments: object):
         self._answer, self._channels = answer, channels
         self._reasoning, self._content, self._name = (
             f"{word}{secrets.token_hex(8)}" for word in ("why", "said", "call")
@@ -153,7 +153,7 @@ class StandIn:
         return prompt[:start] + shown + prompt[end:].replace(self._name, self._called)
 
 
-def _loaded(arguments: JsonValue) -> JsonValue:
+def _loaded(arguments: object) -> JsonValue:
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ..errors import ModelFileError, RequestError, TokenizerError
-from ..files import JsonDict, JsonObject, JsonValue, read_json
+from ..files import JsonDict, JsonObject, read_json
 from .byte_pairs import TEKKEN_NAMES, BytePairVocabulary, listed_tokens, open_tekken, open_tiktoken, open_tokenizer_json
 from .channels import channels_of
 from .chat_template import ChatTemplate, find_templates
@@ -253,7 +253,7 @@ class TokenizerWrapper:
         tools: Sequence[JsonObject] | None = None,
         add_generation_prompt: bool = True,
         tokenize: bool = True,
-        **template_kwargs: JsonValue,
+        **template_kwargs: object,
     ) -> list[int] | str:
         """The prompt for a chat, as token ids, or as text with `tokenize=False`.
 

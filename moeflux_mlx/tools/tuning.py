@@ -26,7 +26,7 @@ from ..model.tokens import Tokens
 from ..opening.random_weights import Shapes, fill_randomly, random_records, randomise
 from ..opening.some_experts import values_of_zeros
 from ..ops import backend
-from ..ops.backend import AnyArray
+from ..ops.backend import Array
 from ..ops.expert_rows import refusal
 from ..ops.experts import chosen_ffn, expert_ffn
 from ..ops.grouped import GroupedRows
@@ -93,7 +93,7 @@ class TrialExperts:
         self.count, self.source = count, source
         self.records = random_records(record, count)
 
-    def in_pieces(self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray) -> Pieces[AnyArray]:
+    def in_pieces(self, routing: Routing, x: Array, residual: Array, shared: Array | None) -> Pieces[Array]:
         """Nothing: `prompt_work` has the experts of a prompt."""
         yield from ()
         return residual

@@ -83,7 +83,7 @@ class SharedPooling(nn.Module):
         entry, key = (self._turned(one, first) for one in (made, index_key(made)))
         return library_of(made).concatenate(rounded_entry(entry, key, self.mixer), axis=-1)
 
-    def _turned(self, x: AnyArray, first: int | mx.array) -> AnyArray:
+    def _turned(self, x: Array, first: int | mx.array) -> Array:
         return turned(x[:, :, None], self.rope, first)[:, :, 0]
 
 
@@ -135,7 +135,7 @@ class CompressedAttention(nn.Module):
         inputs = [layer for pool in self._pools() for layer in (pool.wkv, pool.wgate)]
         self._inputs = Stack(self.wq_a, self.wkv, *inputs)
 
-    def mixed(self, x: AnyArray, norm: RMSNorm, caches: Caches, *more: Chosen | None) -> AnyArray:
+    def mixed(self, x: Array, norm: RMSNorm, caches: Caches, *more: Chosen | None) -> Array:
         """The mixer's output from norm(x) [B, L, D], without the residual x."""
         cache = caches[0]
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
@@ -164,7 +164,7 @@ class CompressedAttention(nn.Module):
         own = [self.compressor] if "compressor" in self else []
         return [*own, self.indexer.compressor] if "indexer" in self else own
 
-    def _entries(self, rows: AnyArray, first: int | mx.array, count: int) -> AnyArray:
+    def _entries(self, rows: Array, first: int | mx.array, count: int) -> Array:
         """So many from number `first` on, of what the cache has of their positions."""
         compressor = self.mixer.compressor
         assert compressor is not None
@@ -189,7 +189,7 @@ class CompressedAttention(nn.Module):
             column += 2 * values
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
-    def _index(self, x: Array, norm: RMSNorm, latent: Array, entries: AnyArray) -> Projections:
+    def _index(self, x: Array, norm: RMSNorm, latent: Array, entries: Array) -> Projections:
         own = self.indexer
         _, weights = normed_with_weights(x, norm, own.weights_proj)
         terms = IndexTerms(None, self.rope, own.scale, rotates_last=True)
@@ -211,7 +211,7 @@ class SharingAttention(CompressedAttention):
         pool = self.get("compressor", {})
         self._inputs = Stack(self.wq_a, self.wkv, *(pool[name] for name in ("wkv", "wgate") if name in pool))
 
-    def mixed(self, x: AnyArray, norm: RMSNorm, caches: Caches, *more: Chosen | None) -> AnyArray:
+    def mixed(self, x: Array, norm: RMSNorm, caches: Caches, *more: Chosen | None) -> Array:
         """As `CompressedAttention.mixed`; `more`: what earlier layers hand on."""
         cache = caches[0]
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
@@ -243,7 +243,7 @@ class SharingAttention(CompressedAttention):
             out = turned(attend_compressed(q, seen, self.attn_sink, self.mixer), self.back, position).reshape(B, L, -1)
         return self.wo_b(grouped_linear(out, self.wo_a, self.mixer.groups))
 
-    def _entries(self, rows: AnyArray, first: int | mx.array, count: int) -> AnyArray:
+    def _entries(self, rows: Array, first: int | mx.array, count: int) -> Array:
         compressor = self.mixer.compressor
         assert compressor is not None
         rows = rows[..., self.mixer.head_dim :]

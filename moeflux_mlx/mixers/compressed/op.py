@@ -76,7 +76,7 @@ def choose_entries(made: Projections, seen: Seen, whole: int, position: int | mx
 
 
 def choose_among(
-    made: Projections, seen: Seen, whole: int, position: int | mx.array, mixer: Compressed, blocks: AnyArray
+    made: Projections, seen: Seen, whole: int, position: int | mx.array, mixer: Compressed, blocks: Array | None
 ) -> tuple[AnyArray, AnyArray]:
     """`choose_entries` among the entries of `blocks` int32 [B, rows, .], None: among all; and the blocks for later
     layers, which are these unless the layer marks some itself.
@@ -104,19 +104,19 @@ def _late(
     return late, (seen.first + 1 + whole + tokens) // mixer.seen_ratio
 
 
-def rounded_key(key: AnyArray, mixer: Compressed) -> AnyArray:
+def rounded_key(key: Array, mixer: Compressed) -> Array:
     """A window's keys [B, L, D] as the layer uses them."""
     return to_e4m3(key, KEY_BLOCK) if mixer.rounds else key
 
 
-def rounded_entry(entry: AnyArray, index_key: AnyArray, mixer: Compressed) -> tuple[AnyArray, AnyArray]:
+def rounded_entry(entry: Array, index_key: Array, mixer: Compressed) -> tuple[Array, Array]:
     """Entries and index keys as the layers use them."""
     if not mixer.rounds:
         return entry, index_key
     return to_e2m1(entry, ENTRY_BLOCK, has_e4m3_scale=True), to_e2m1(index_key, INDEX_BLOCK)
 
 
-def attend_compressed(q: Array, seen: Seen, sinks: mx.array, mixer: Compressed) -> AnyArray:
+def attend_compressed(q: Array, seen: Seen, sinks: mx.array, mixer: Compressed) -> Array:
     """softmax(D ** -0.5 * q k) k over what each query sees and its head's sink: [B, L, heads, D] of q, shaped alike."""
     logits, results = of_kind(sinks, q), list[AnyArray]()
     for part in _parts(q.shape[1], seen, mixer):
@@ -139,7 +139,7 @@ def _parts(count: int, seen: Seen, mixer: Compressed) -> Iterator[QueryBlock]:
         yield QueryBlock(slice(start, end), keys, entries, chosen)
 
 
-def _of_part(q: AnyArray, part: QueryBlock, seen: Seen, sinks: AnyArray, mixer: Compressed) -> AnyArray:
+def _of_part(q: Array, part: QueryBlock, seen: Seen, sinks: Array, mixer: Compressed) -> Array:
     library = library_of(q)
     (B, rows, heads, width), least = q.shape, library.array(-np.inf, q.dtype)
     own = seen.first + (part.rows.start or 0) + arange(rows, library)
@@ -164,7 +164,7 @@ def _of_part(q: AnyArray, part: QueryBlock, seen: Seen, sinks: AnyArray, mixer: 
     return out if entries is None else out + _mixed(weights[..., count:-1], entries)
 
 
-def _products(q: AnyArray, keys: AnyArray) -> AnyArray:
+def _products(q: Array, keys: Array) -> Array:
     """[B, rows, heads, n] of q [B, rows, heads, D] and keys [B, rows, n, D], or [B, 1, n, D] for all rows."""
     if keys.shape[1] > 1:
         return q @ keys.swapaxes(-1, -2)
@@ -172,7 +172,7 @@ def _products(q: AnyArray, keys: AnyArray) -> AnyArray:
     return (q.reshape(B, rows * heads, width) @ keys[:, 0].swapaxes(-1, -2)).reshape(B, rows, heads, -1)
 
 
-def _mixed(weights: AnyArray, values: AnyArray) -> AnyArray:
+def _mixed(weights: Array, values: Array) -> Array:
     """[B, rows, heads, D] of weights [B, rows, heads, n] and values, as `_products` takes them."""
     if values.shape[1] > 1:
         return weights @ values

@@ -47,11 +47,11 @@ def short_conv(projected: Array, state: RecurrentState | StepRows, weight: mx.ar
     return _on_operations(projected, state, weight, sizes)
 
 
-def _on_operations(projected: Any, state: RecurrentState, weight: mx.array, sizes: ShortConv) -> AnyArray:
+def _on_operations(projected: Array, state: RecurrentState, weight: mx.array, sizes: ShortConv) -> Array:
     """`short_conv` of the next tokens of one text or of a batch."""
     B, C, x = split(projected, sizes.channels, 2 * sizes.channels)
     with np.errstate(invalid="ignore"):  # damaged weights give NaN here and an error where logits are checked
-        out: AnyArray = (float32(C) * convolution_sums(B * x, state, weight)).astype(projected.dtype)
+        out: Array = (float32(C) * convolution_sums(B * x, state, weight)).astype(projected.dtype)
     return out
 
 

@@ -159,7 +159,7 @@ def _attend_natively(
     cache: Steps,
     terms: Terms,
     clip: Clip | None,
-) -> AnyArray:
+) -> np.ndarray:
     """The same on the CPU."""
     own = states if clip is None else clip(states)
     # Not by `@`: a product this small would wake the threads of numpy's BLAS, and wait for them.

@@ -49,7 +49,7 @@ def attend_blocks(
     blocks: AnyBlocks,
     terms: Terms,
     joined: mx.array | None = None,
-) -> AnyArray:
+) -> Array:
     """`attend` over the positions that are chosen: [B, L, heads * D].
 
     Args:
@@ -92,7 +92,7 @@ def _takes_step(q: Array, is_alone: bool, width: int, value_width: int, blocks: 
     return kernels_take(q, refusal, is_alone, width, value_width) and kernels_take(q, index.refusal, is_alone, blocks)
 
 
-def choose_by_head(made: Index, seen: AnyArray, blocks: HeadBlocks) -> AnyArray:
+def choose_by_head(made: Index, seen: Array, blocks: HeadBlocks) -> Array:
     """For each head, the blocks with the best keys among those that each token sees: int32 [B, rows, heads, chosen],
     ascending; ties go to the first.
     """
@@ -110,8 +110,8 @@ def choose_by_head(made: Index, seen: AnyArray, blocks: HeadBlocks) -> AnyArray:
 
 
 def _over_chosen(
-    q: AnyArray, k: AnyArray, v: AnyArray, cache: AnyCache, chosen: AnyArray, blocks: AnyBlocks, terms: Terms
-) -> AnyArray:
+    q: Array, k: Array, v: Array, cache: AnyCache, chosen: Array, blocks: AnyBlocks, terms: Terms
+) -> Array:
     """[B, n, heads * D] of tokens that each attend to the blocks `chosen` [B, n, 1 or kv heads, .] and to their last
     positions."""
     (B, n, _, D), first, position = k.shape, cache.offset, cache.position
@@ -145,7 +145,7 @@ def _text_native(text: tuple[np.ndarray, ...], first: int, blocks: AnyBlocks, sc
     return np.stack(rows)
 
 
-def _heads(places: AnyArray, part: Any) -> AnyArray:
+def _heads(places: np.ndarray, part: Any) -> list[tuple[int, np.ndarray]]:
     """(kv head, its places) of keys or values [kv heads, P, D], where all share places or each has its own."""
     heads = range(len(part))
     return [(head, places[head if len(places) > 1 else 0]) for head in heads]
@@ -178,7 +178,7 @@ def _text_ops(text: tuple[mx.array, ...], first: int, blocks: AnyBlocks, scale: 
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
-def block_keys(rows: Array, norm: Norm, rope: Rope, first: int | mx.array, ratio: int) -> AnyArray:
+def block_keys(rows: Array, norm: Norm, rope: Rope, first: int | mx.array, ratio: int) -> Array:
     """Keys [B, n, D] of blocks from number `first` on, of index keys [B, n * ratio, D]; `rope` turns by numbers."""
     B, _, width = rows.shape
     library = library_of(rows)

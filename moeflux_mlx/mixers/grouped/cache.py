@@ -20,7 +20,7 @@ from ...caches.ring import Ring
 from ...caches.traced import FixedCache, FixedChunks, FixedRing
 from ...kinds import HeadBlocks, Indexer
 from ...ops import index
-from ...ops.backend import AnyArray
+from ...ops.backend import EitherArray
 from ...ops.kv_rows import decode, encode, row_bytes
 from ...ops.launch import Shape
 from ...ops.positions import RECENT, Held, Rows
@@ -67,7 +67,7 @@ class KVCache(Stepping[GroupedQuery]):
     def recent_shape(self) -> Shape:
         return (RECENT * sum(heads * width for heads, width in self.rows),)
 
-    def parts(self, recent: AnyArray, length: int) -> tuple[AnyArray, AnyArray]:
+    def parts(self, recent: EitherArray, length: int) -> tuple[EitherArray, EitherArray]:
         (heads, width), (_, value_width) = self.rows
         end = RECENT * heads * width
         keys, values = (

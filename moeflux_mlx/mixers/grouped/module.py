@@ -57,7 +57,7 @@ class BlockIndexer(nn.Module):
         terms = IndexTerms(None, self.rope, self.blocks.indexer.dim**-0.5, self.q_layernorm)
         return Projections(queries, of_blocks, None, terms)
 
-    def _keys(self, rows: AnyArray, first: int | mx.array, count: int) -> AnyArray:
+    def _keys(self, rows: Array, first: int | mx.array, count: int) -> Array:
         """Keys of so many blocks from number `first` on, of their positions' index keys."""
         return block_keys(rows, self.k_layernorm, self.block_rope, first, self.blocks.ratio)
 
@@ -94,8 +94,8 @@ class HeadClip(nn.Module):
         if scales:
             self.weight = mx.ones((heads, width))
 
-    def __call__(self, x: Array) -> AnyArray:
-        wide: AnyArray = float32(x)
+    def __call__(self, x: Array) -> Array:
+        wide: Array = float32(x)
         if "weight" in self:
             wide = wide * float32(of_kind(self.weight, x))
         library = library_of(x)
@@ -112,7 +112,7 @@ class ValueExperts(nn.Module):
         self.gate = Linear(hidden_size, rule.experts)
         self.e_score_correction_bias = mx.zeros((rule.experts,))
 
-    def __call__(self, x: Array, norm: Norm | None = None) -> AnyArray:
+    def __call__(self, x: Array, norm: Norm | None = None) -> Array:
         """[B, L, width] for norm(x) [B, L, hidden_size]."""
         normed, logits = normed_with_weights(x, norm, self.gate)
         rows = normed.reshape(-1, x.shape[-1])
@@ -271,7 +271,7 @@ class Attention(MixerModule):
             return attend_blocks(q, k, v, caches, made, mixer.blocks, self._terms, joined)
         return attend(q, k, v, caches[0], self._terms, joined)
 
-    def _convolved(self, k: AnyArray, v: AnyArray, outputs: dict[str, Any], cache: AnyCache) -> Sequence[AnyArray]:
+    def _convolved(self, k: Array, v: Array, outputs: dict[str, Any], cache: AnyCache) -> Sequence[Array]:
         """Keys and values [B, L, heads * width] behind their convolution."""
         rule, library, more = self.mixer.convolution, library_of(k), None
         assert rule is not None
@@ -331,13 +331,13 @@ class AttentionOfInputs(Attention):
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         width = self.q_proj.shape[1]
-        inputs: Sequence[AnyArray] = [x] * 3 if x.shape[-1] == width else split(x, width, 2 * width)
+        inputs: Sequence[Array] = [x] * 3 if x.shape[-1] == width else split(x, width, 2 * width)
         has_own = self.mixer.inputs > 1
         norms = [self.q_input_norm, self.k_input_norm, self.v_input_norm] if has_own else [norm] * 3
         parts = zip(self._own, inputs, norms, strict=True)
         return [output for stack, own, of_own in parts for output in stack(own, of_own)[1]]
 
-    def _named(self, parts: Sequence[AnyArray]) -> tuple[Any, dict[str, Any]]:
+    def _named(self, parts: Sequence[Array]) -> tuple[Any, dict[str, Any]]:
         return None, dict(zip(self._names, parts, strict=True))
 
 

@@ -8,7 +8,7 @@ from ...caches.layer_cache import LayerCache
 from ...caches.ring import Ring
 from ...kinds import Indexer
 from ...ops import index
-from ...ops.backend import AnyArray
+from ...ops.backend import EitherArray
 from ...ops.launch import Shape
 from ...ops.positions import RECENT, Rows
 from . import op as latent
@@ -45,7 +45,7 @@ class LatentCache(Stepping[Latent]):
     def recent_shape(self) -> Shape:
         return RECENT, self.part.latent + self.part.rotated
 
-    def parts(self, recent: AnyArray, length: int) -> tuple[AnyArray, AnyArray]:
+    def parts(self, recent: EitherArray, length: int) -> tuple[EitherArray, EitherArray]:
         entries, width = recent[None, None, :length], self.part.latent
         return entries[..., :width], entries[..., width:]
 

@@ -19,7 +19,7 @@ from ...ops.backend import AnyArray, Array, arange, kernels_take, library_of, vi
 from ...ops.gather_rows import gather_rows
 from ...ops.index import Index, Projections, TokenPlace, append_keys, choose, choose_blocks_step, choose_step, slices
 from ...ops.norm import Norm
-from ...ops.positions import Positions
+from ...ops.positions import Positions, Steps
 from ...ops.rope import Rope
 from ...ops.rows import AnyCache
 from ...ops.seen import Chosen, SeenBlocks
@@ -47,7 +47,7 @@ from .op import (
 def attend_indexed(
     q: Array,
     kv: Array,
-    caches: Sequence[AnyCache],
+    caches: Sequence[Steps],
     queries: Queries,
     key: HeadMatrices,
     value: HeadMatrices,
@@ -143,13 +143,13 @@ def attend_pools(
     return _over(*parts[:2], held, at_once, Matrices(key, value, scale))
 
 
-def with_tail(chosen: AnyArray, places: AnyArray, blocks: KeyBlocks, library: ModuleType) -> AnyArray:
+def with_tail(chosen: Array, places: Array, blocks: KeyBlocks, library: ModuleType) -> Array:
     """The positions [B, rows, `blocks.most`] of chosen blocks [B, rows, top], and behind them those of tokens at
     `places` that no whole block has; -1 in place of some that there are not."""
     B, rows, _ = chosen.shape
     inside = arange(blocks.ratio, library)
     positions = (chosen[..., None] * blocks.ratio + inside).reshape(B, rows, -1)
-    tails = blocks.whole(places)[:, None] * blocks.ratio + inside[:-1]
+    tails: Array = blocks.whole(places)[:, None] * blocks.ratio + inside[:-1]
     tails = library.where(tails <= places[:, None], tails, -1).astype(library.int32)
     return library.concatenate([positions, library.broadcast_to(tails, (B, *tails.shape))], axis=-1)
 
@@ -168,7 +168,7 @@ class HeldLatents(NamedTuple):
     has_gaps: bool = False
 
 
-def _append(cache: Positions, latent: AnyArray, k_pe: AnyArray) -> tuple[AnyArray, AnyArray, AttentionMask]:
+def _append(cache: Positions, latent: Array, k_pe: Array) -> tuple[AnyArray, AnyArray, AttentionMask]:
     """Appends the tokens; returns latents [B, P, N] and rotated keys [B, P, R] of all positions, and a token's mask."""
     B, L = latent.shape[:2]
     entry = k_pe.reshape(B, 1, L, k_pe.shape[-1])
@@ -183,7 +183,7 @@ def _append(cache: Positions, latent: AnyArray, k_pe: AnyArray) -> tuple[AnyArra
 # ---- attention
 
 
-def _over(q_nope: AnyArray, q_pe: AnyArray, held: HeldLatents, at_once: int, matrices: Matrices) -> AnyArray:
+def _over(q_nope: Array, q_pe: Array, held: HeldLatents, at_once: int, matrices: Matrices) -> Array:
     """[B, L, heads * v] of queries in attention's layout."""
     return (_native if isinstance(q_nope, np.ndarray) else _ops)(q_nope, q_pe, held, at_once, matrices)
 

@@ -126,7 +126,7 @@ class MLA(MixerModule):
         q = self._queries_and_gates(parts)[0] if self.mixer.takes_both else q
         return attend_latent(q, kv, caches[0], self._queries(), self._key(), self._value(), **around)
 
-    def _with_normed_key(self, kv: Array) -> AnyArray:
+    def _with_normed_key(self, kv: Array) -> Array:
         """Latents and keys [B, L, N + R], with the keys normed if they have a norm."""
         if not self.mixer.key_norm:
             return kv
@@ -230,7 +230,7 @@ class IndexedMLA(MLA):
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         if self.rule.reuses:
             return super().begin(x, norm)
-        made: AnyArray = normed_with_weights(x, norm, self.indexer.weights_proj)
+        made: tuple[Array, Array] = normed_with_weights(x, norm, self.indexer.weights_proj)
         own: list[Any] = [self.indexer.of_input(made[0])] if self.rule.from_input else []
         return [made[1], *own, *self._with_queries(self._inputs.outputs(made[0]))]
 
@@ -263,7 +263,7 @@ class IndexedMLA(MLA):
             sinks=self.get("sinks"),
         )
 
-    def _latents(self, others: Sequence[AnyArray], chosen: Chosen) -> AnyArray:
+    def _latents(self, others: Sequence[Array], chosen: Chosen) -> Array:
         """Latents and keys [B, L, N + R], of the layer's own matrix or handed on by an earlier layer."""
         slot = "latents" if self.rope else "unrotated"
         if self.mixer.borrows:
@@ -274,7 +274,7 @@ class IndexedMLA(MLA):
 
     def _scored(self, q: Array, keys: Array, parts: Sequence[Array], own: Any) -> Projections:
         """What the indexer makes of the tokens; queries only if one of them does not attend to all."""
-        queries: AnyArray = None
+        queries: Array | None = None
         if own.whole(q.shape[1]) < q.shape[1]:
             queries = parts[1] if self.rule.from_input else self.indexer.wq_b(q, self.q_a_layernorm)
             queries = self.indexer.softmax_scaling(queries, own.position) if self.mixer.grows else queries
@@ -302,7 +302,7 @@ class PooledMLA(MLA):
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         weights_proj, wgate = self._floats.layers
-        made: AnyArray = normed_with_weights(x, norm, self._floats.stacked or weights_proj)
+        made: tuple[Array, Array] = normed_with_weights(x, norm, self._floats.stacked or weights_proj)
         more: list[Any] = [] if self._floats.stacked else [wgate(float32(made[0]))]
         return [*made[1:], *more, *self._inputs.outputs(made[0])]
 

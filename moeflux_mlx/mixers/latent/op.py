@@ -131,7 +131,7 @@ class Up(NamedTuple):
     norm: Norm
 
 
-def beside_normed(x: Array, norm: Norm) -> AnyArray:
+def beside_normed(x: Array, norm: Norm) -> Array:
     """[..., 2 N] of x [..., N]: norm(x), and behind it x."""
     return library_of(x).concatenate([norm(x), x], axis=-1)
 
@@ -205,7 +205,7 @@ def attend_latent(
     if isinstance(cache, StepRows):
         has_kernels = kernels_take(q, refusal, True, *sizes)
 
-        def compute(rows: StepRows, q: AnyArray, kv: AnyArray) -> AnyArray:
+        def compute(rows: StepRows, q: mx.array, kv: AnyArray) -> AnyArray:
             given = queries, key, value, norm, rope, scale
             if has_kernels:
                 return _on_kernels(q, kv, rows, *given, sinks=sinks)
@@ -281,7 +281,7 @@ def _abreast(heads: int, row: int) -> int:
 
 
 def _on_kernels(
-    q: AnyArray,
+    q: mx.array,
     kv: AnyArray,
     rows: StepRows,
     queries: Queries,

@@ -26,7 +26,7 @@ class Growth(nn.Module):
         super().__init__()
         self.scale, self.bias = mx.zeros((heads,)), mx.ones((heads,))
 
-    def __call__(self, q: Array, position: int | mx.array) -> AnyArray:
+    def __call__(self, q: Array, position: int | mx.array) -> Array:
         """q [B, L, heads * D] of tokens from a position on, scaled."""
         return grown_queries(q, position, self.scale, self.bias)
 
@@ -51,7 +51,7 @@ class Scoring(nn.Module):
         self.scale = (indexer.heads * indexer.dim) ** -0.5
         self.rope = Rope(indexer.rotation(mixer.rotation)) if mixer.rotation else None
 
-    def of_input(self, x: Array) -> AnyArray:
+    def of_input(self, x: Array) -> Array:
         """The queries of normed rows x, not scaled by their positions."""
         return self.wq_b(self.q_input_norm(x))
 
@@ -95,7 +95,7 @@ class PoolScoring(nn.Module):
         _, _, joined = cache.absorb(rows, self._keys, kernels)
         return Projections(queries, joined, weights, IndexTerms(None, None, self.scale))
 
-    def _keys(self, rows: AnyArray, first: int | mx.array, count: int) -> AnyArray:
+    def _keys(self, rows: Array, first: int | mx.array, count: int) -> Array:
         """Keys of so many blocks, of what the cache has of their positions."""
         keys, gates = split(rows.reshape(rows.shape[0], -1, self.ratio, rows.shape[-1]), rows.shape[-1] // 2)
         return pooled(keys, gates, self.ape, False, False)

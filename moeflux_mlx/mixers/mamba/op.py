@@ -91,7 +91,7 @@ def mamba(projected: Array, state: RecurrentState | StepRows, w: MambaWeights, s
     return whole
 
 
-def _on_operations(projected: Any, state: RecurrentState, w: MambaWeights, sizes: Mamba2) -> AnyArray:
+def _on_operations(projected: Array, state: RecurrentState, w: MambaWeights, sizes: Mamba2) -> Array:
     """`mamba` of the next tokens of one text or of a batch."""
     batch, length, _ = projected.shape
     library: Any = library_of(projected)
@@ -113,7 +113,7 @@ def _on_operations(projected: Any, state: RecurrentState, w: MambaWeights, sizes
     return (rms_norm(y, None, w.eps).reshape(z.shape) * norm).astype(projected.dtype)
 
 
-def _convolved(padded: AnyArray, weight: AnyArray, bias: AnyArray, length: int) -> AnyArray:
+def _convolved(padded: Array, weight: Array, bias: Array, length: int) -> Array:
     """silu(depthwise convolution + bias) [B, length, channels] float32: output t sees inputs t to t + taps - 1."""
     out = bias
     for i in range(weight.shape[1]):
@@ -121,7 +121,7 @@ def _convolved(padded: AnyArray, weight: AnyArray, bias: AnyArray, length: int) 
     return out * sigmoid(out)
 
 
-def _heads(convolved: AnyArray, sizes: Mamba2) -> list[AnyArray]:
+def _heads(convolved: Array, sizes: Mamba2) -> list[Array]:
     """x [B, L, heads, head_dim], B and C [B, L, groups, state_dim] of them side by side."""
     parts = split(convolved, sizes.width, sizes.width + sizes.groups * sizes.state_dim)
     return [
@@ -157,7 +157,7 @@ def scan(x: Array, B: Array, C: Array, dt: Array, A: Array, state: Array) -> tup
     return y.transpose(0, 3, 1, 2, 4).reshape(batch, L, heads, P), S.reshape(state.shape)
 
 
-def chunk(x: AnyArray, B: AnyArray, C: AnyArray, decay: AnyArray, S: AnyArray) -> tuple[AnyArray, AnyArray]:
+def chunk(x: Array, B: Array, C: Array, decay: Array, S: Array) -> tuple[Array, Array]:
     """`scan` of a few tokens: what the state before them gives, and what each gives to those behind it."""
     T, library = x.shape[-2], library_of(x)
     if T == 1:

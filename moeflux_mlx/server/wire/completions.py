@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from ...errors import BadRequestError
-from ...files import JsonDict, JsonObject, JsonValue
+from ...files import JsonDict, JsonObject
 from ..request import Finish, Request, ServerEvent, TokenLogprob
 from . import settings
 from .answer import BlockStep
@@ -53,7 +53,7 @@ def _prompts(fields: Body) -> list[str | Sequence[int]]:
     return [_prompt(fields, value)]
 
 
-def _prompt(fields: Body, value: JsonValue) -> str | Sequence[int]:
+def _prompt(fields: Body, value: object) -> str | Sequence[int]:
     if isinstance(value, str):
         return value
     tokens = value if isinstance(value, (list, tuple)) else ()

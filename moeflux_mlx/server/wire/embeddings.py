@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...files import JsonDict, JsonObject, JsonValue
+from ...files import JsonDict, JsonObject
 from .settings import LARGEST, Body
 
 MOST_INPUTS = 2048
@@ -48,7 +48,7 @@ def inputs(fields: Body) -> Sequence[str | Sequence[int]]:
     return many
 
 
-def _is_ids(value: JsonValue) -> bool:
+def _is_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(one) is int and 0 <= one <= LARGEST for one in value)
 
 

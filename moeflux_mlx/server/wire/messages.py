@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 
 from ...errors import BadRequestError
-from ...files import JsonDict, JsonObject, JsonValue
+from ...files import JsonDict, JsonObject
 from ...text.results import Message
 from ..request import Accepted, Finish, Request, ServerEvent
 from . import parts, settings
@@ -286,7 +286,7 @@ class MessageReply(Reply):
             yield _event("message_stop")
 
 
-def _event(kind: str, **data: JsonValue) -> bytes:
+def _event(kind: str, **data: object) -> bytes:
     return encode({"type": kind, **data}, kind)
 
 

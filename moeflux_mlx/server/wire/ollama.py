@@ -95,7 +95,7 @@ def _options(options: Body | None) -> JsonDict:
     return {**made, "max_tokens": -1 if limit == -2 else limit}  # -2: to the end of the context
 
 
-def _is_zero(keep_alive: JsonValue) -> bool:
+def _is_zero(keep_alive: object) -> bool:
     """Whether a time is none: a number of seconds, or a text with a unit."""
     return re.fullmatch(r"[-+]?[0.]+[a-zµ]*", str(keep_alive)) is not None
 
@@ -108,7 +108,7 @@ def _think(fields: Body) -> JsonDict:
     return {} if think is None else {"enable_thinking": fields.flag("think")}
 
 
-def _format(fields: Body, form: JsonValue) -> JsonDict:
+def _format(fields: Body, form: object) -> JsonDict:
     if form == "json":
         return {"type": "json_object"}
     if not isinstance(form, Mapping):

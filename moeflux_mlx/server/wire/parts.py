@@ -42,7 +42,7 @@ def text_of(message: Body, key: str) -> str:
     return "\n".join(texts(message, key))
 
 
-def _text(part: JsonValue, path: str, others: Mapping[str, Callable[[Body], str | None]]) -> str | None:
+def _text(part: object, path: str, others: Mapping[str, Callable[[Body], str | None]]) -> str | None:
     if isinstance(part, str):
         return part
     fields = Body(part, path)
@@ -81,7 +81,7 @@ def without_images(body: JsonObject, key: str) -> tuple[JsonDict, ImageParts]:
     return {**body, key: cleared}, images
 
 
-def _cleared(item: JsonValue, images: ImageParts, path: str) -> JsonValue:
+def _cleared(item: object, images: ImageParts, path: str) -> JsonValue:
     if not isinstance(item, Mapping):
         return item
     lists = {name: value for name in FIELDS if isinstance(value := item.get(name), list)}

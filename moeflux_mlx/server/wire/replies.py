@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from ...errors import BadRequestError, counted
-from ...files import JsonDict, JsonValue
+from ...files import JsonDict
 from ..request import Failed, Finish, PromptProgress, Request, ServerEvent, TokenLogprob
 from .answer import BlockStep, WireAnswer
 
@@ -60,13 +60,13 @@ class Ids:
 DONE = b"data: [DONE]\n\n"
 
 
-def encode(data: JsonValue, event: str | None = None) -> bytes:
+def encode(data: object, event: str | None = None) -> bytes:
     """One event; JSON escapes line ends, so its data is one line."""
     head = f"event: {event}\n" if event else ""
     return f"{head}data: {dumps(data)}\n\n".encode("ascii")
 
 
-def dumps(data: JsonValue) -> str:
+def dumps(data: object) -> str:
     """Compact JSON in ASCII: some clients end lines at U+2028 and its like, which JSON need not escape."""
     return json.dumps(data, separators=(",", ":"))
 
@@ -181,7 +181,7 @@ class Chunks(Reply):
         if self.request.extra.get("include_usage"):
             yield self.chunk_of([], usage=openai_usage(total))
 
-    def chunk_of(self, choices: list[JsonDict], **more: JsonValue) -> bytes:
+    def chunk_of(self, choices: list[JsonDict], **more: object) -> bytes:
         usage = {"usage": None} if self.request.extra.get("include_usage") else {}
         return encode({**self._head, "choices": choices, **usage, **more})
 

@@ -244,10 +244,10 @@ class ResponseReply(Reply):
             self._keep(response["output"])
         return self._event(kind, response=response)
 
-    def _inside(self, block: Block, kind: str, **data: JsonValue) -> bytes:
+    def _inside(self, block: Block, kind: str, **data: object) -> bytes:
         return self._event(kind, item_id=self._items.id(block), output_index=block.index, **data)
 
-    def _event(self, kind: str, **data: JsonValue) -> bytes:
+    def _event(self, kind: str, **data: object) -> bytes:
         number, self._number = self._number, self._number + 1
         return encode({"type": kind, "sequence_number": number, **data}, kind)
 
@@ -287,7 +287,7 @@ class StoredResponses:
         for item in items:
             self._items.keep(item["id"], item, len(dumps(item)))
 
-    def _item(self, item: JsonValue, path: str, named: set[str]) -> JsonValue:
+    def _item(self, item: object, path: str, named: set[str]) -> JsonValue:
         """An item of the input, or the one that it refers to; `named` are those that others referred to."""
         if not isinstance(item, Mapping) or (item.get("type") != REFERENCE and set(item) != {"id"}):
             return item

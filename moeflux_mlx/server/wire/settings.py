@@ -38,7 +38,7 @@ def parse(data: bytes) -> JsonDict:
     return dict(body)
 
 
-def check(body: JsonValue) -> None:
+def check(body: object) -> None:
     """Refuses data that is not an object, nests too deeply, or has values that JSON in UTF-8 cannot express."""
     if not isinstance(body, Mapping):
         raise BadRequestError(f"the body is {shown(body)}; expected a JSON object")
@@ -72,13 +72,13 @@ def too_deep() -> BadRequestError:
     return BadRequestError(f"the body nests more than {DEEPEST} levels deep; expected at most {DEEPEST}")
 
 
-def shown(value: JsonValue) -> str:
+def shown(value: object) -> str:
     """A value for a message: short, in one line, and ASCII where its characters could not be written."""
     text = ascii(value) if isinstance(value, str) and _SURROGATE.search(value) else _short.repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def wrong(name: str, value: JsonValue, wanted: str) -> BadRequestError:
+def wrong(name: str, value: object, wanted: str) -> BadRequestError:
     return BadRequestError(f"{name} is {shown(value)}; expected {wanted}", name)
 
 
@@ -103,7 +103,7 @@ class Body:
         path: its place in the body, for messages; "" for the body itself.
     """
 
-    def __init__(self, data: JsonValue, path: str = ""):
+    def __init__(self, data: object, path: str = ""):
         if not isinstance(data, Mapping):
             raise wrong(path or "the body", data, "an object")
         self.data, self.path = data, path

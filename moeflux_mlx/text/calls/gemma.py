@@ -6,7 +6,6 @@ Keys have no quotes, and strings stand between tokens of their own; all else is 
 import json
 from collections.abc import Mapping, Sequence
 
-from ...files import JsonValue
 from .dialect import (
     MAX_NESTED,
     Call,
@@ -63,7 +62,7 @@ class GemmaRules(SchemaRules):
     def items(self, item: str) -> str:
         return f'"[" ({item} ("," {item})*)? "]"'
 
-    def literal(self, value: JsonValue) -> str:
+    def literal(self, value: object) -> str:
         return quoted(written(value))
 
     def any_of(self, kind: str) -> str:
@@ -82,7 +81,7 @@ def _joined(members: Sequence[MemberRule], is_first: bool) -> str:
     return f"{pair} {rest}" if is_required else f"({pair} {rest})? " if not others else f"({pair} {rest} | {without})"
 
 
-def written(value: JsonValue) -> str:
+def written(value: object) -> str:
     """A value of JSON as Gemma writes it."""
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{written(item)}" for key, item in value.items()) + "}"

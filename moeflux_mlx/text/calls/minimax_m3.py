@@ -15,7 +15,6 @@ the text; each rule of a value ends behind the mark of the closing tag, and the 
 import json
 from collections.abc import Mapping, Sequence, Set
 
-from ...files import JsonValue
 from .dialect import (
     MAX_NESTED,
     Call,
@@ -79,14 +78,14 @@ class MiniMaxRules(SchemaRules):
             rules = [f"string{rule.removeprefix('MARK')}" if rule.startswith("MARK") else rule for rule in rules]
         return super().either(rules)
 
-    def literal(self, value: JsonValue) -> str:
+    def literal(self, value: object) -> str:
         return quoted(written(value) + MARK)
 
     def any_of(self, kind: str) -> str:
         return TYPE_RULES.get(kind, "argument")
 
 
-def written(value: JsonValue) -> str:
+def written(value: object) -> str:
     """A value of JSON as MiniMax-M3 writes it; None in an object is left out."""
     if isinstance(value, Mapping):
         return "".join(_tagged(key, item) for key, item in value.items() if item is not None)
@@ -95,7 +94,7 @@ def written(value: JsonValue) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _tagged(tag: str, value: JsonValue) -> str:
+def _tagged(tag: str, value: object) -> str:
     return f"{MARK}<{tag}>{written(value)}{MARK}</{tag}>"
 
 

@@ -42,7 +42,7 @@ class ValueShape:
         depth: how many values it is inside of.
     """
 
-    def __init__(self, schema: JsonValue, root: Schema, depth: int = 0):
+    def __init__(self, schema: object, root: Schema, depth: int = 0):
         self._alternatives, self._root, self.depth = variants(schema, root), root, depth
         self.types = allowed_types(self._alternatives) or STRING
         self.keys = frozenset(key for one in self._alternatives for key in _properties(one))
@@ -81,7 +81,7 @@ def members(one: Schema, root: Schema) -> list[Member]:
     return [(key, value, needed) for key, value, needed in own if needed or variants(value, root)]
 
 
-def has_type(value: JsonValue, types: Collection[str]) -> bool:
+def has_type(value: object, types: Collection[str]) -> bool:
     """Whether a value is of one of the JSON types; an integer is also a number."""
     return _has(types, _type_of(value))
 
@@ -109,7 +109,7 @@ def _take(count: int, steps: Iterator[int]) -> None:
         raise _EndlessError
 
 
-def _variants(schema: JsonValue, root: Schema, depth: int, steps: Iterator[int]) -> list[Schema]:
+def _variants(schema: object, root: Schema, depth: int, steps: Iterator[int]) -> list[Schema]:
     _take(PART, steps)
     if not depth:
         raise _EndlessError
@@ -200,7 +200,7 @@ def _size(one: Schema) -> int:
     return len(_properties(one)) + len(one.get("enum", ())) + len(one.get("required", ()))
 
 
-def _all(*parts: JsonValue) -> JsonValue:
+def _all(*parts: object) -> JsonValue:
     """The schema of values that follow all `parts`."""
     conditions = [part for part in parts if part is not True]
     return {"allOf": conditions} if len(conditions) > 1 else conditions[0] if conditions else True
@@ -219,15 +219,15 @@ def _has(kinds: Collection[str], kind: str) -> bool:
     return kind in kinds or (kind == "integer" and "number" in kinds)
 
 
-def _text_of(value: JsonValue) -> str:
+def _text_of(value: object) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _type_of(value: JsonValue) -> str:
+def _type_of(value: object) -> str:
     return TYPE_NAMES.get(type(value), "null")
 
 
-def referred(reference: JsonValue, root: Schema) -> JsonValue:
+def referred(reference: object, root: Schema) -> JsonValue:
     """What a JSON pointer points to, None if it is none or points to nothing."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 from ...errors import RequestError
-from ...files import JsonValue
 from .schema import COMPOSED, NUMBERS, Schema, allowed_types, as_json, is_map, members, types, variants
 
 SPOKEN_LIMITS = ("pattern", "format", "minLength", "maxLength")  # limits of strings that are written without quotes
@@ -57,7 +56,7 @@ class SchemaRules(ABC):
         """A list of any length whose items follow the rule `item`."""
 
     @abstractmethod
-    def literal(self, value: JsonValue) -> str:
+    def literal(self, value: object) -> str:
         """One value."""
 
     @abstractmethod
@@ -77,7 +76,7 @@ class SchemaRules(ABC):
             raise too_large(key)
         return self.members(rules)
 
-    def _value(self, key: str | None, schema: JsonValue, depth: int) -> str:
+    def _value(self, key: str | None, schema: object, depth: int) -> str:
         self._left -= 1
         if not depth or self._left < 0:
             raise too_large(key)
