@@ -26,6 +26,9 @@ from .layer import DecoderLayer
 from .span import Span
 
 LONGEST = 512  # tokens; a GPU takes longer than the host for a layer over more
+# Tokens times positions: with 128 heads two parts of scores (`ops/causal_parts.py`), as many as are in memory at once
+# elsewhere. Here all parts of a layer may be.
+MOST_SCORED = 1 << 21
 Built = tuple[AnyArray, list[AnyArray]]  # the output of a layer, and what its caches hold behind it
 
 
@@ -39,6 +42,7 @@ class LayersAhead:
     def takes(self, span: Span, dtype: mx.Dtype) -> bool:
         """Whether `pass_span` takes the span, with activations of `dtype`."""
         fits = MAX_TOKENS < span.tokens.size <= LONGEST and span.length <= span.block and not span.images.placed
+        fits = fits and span.tokens.size * (span.start + span.length) <= MOST_SCORED
         if not fits or span.layer == len(self._layers) or backend.name() != "cuda":
             return False
         if dtype not in self._are_lazy:

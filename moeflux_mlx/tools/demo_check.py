@@ -76,7 +76,7 @@ def measure_rates(disk: float, products: float | None = None) -> Rates:
     resident, args = _demo_seconds("auto")
     streamed, _ = _demo_seconds("pread")
     count = args.num_hidden_layers
-    few, many = (token_seconds(_random_model(replace(args, layers=args.layers * times))) for times in (1, TIMES))
+    few, many = (_random_seconds(replace(args, layers=args.layers * times)) for times in (1, TIMES))
     layer = max(many - few, 0.1 * few) / (TIMES - 1) / count
     token = max(few - layer * count, 1e-9)
     waiting = max(streamed - resident, 0.0) / count
@@ -122,8 +122,8 @@ def _demo_seconds(expert_io: str) -> tuple[float, ModelArgs]:
         return token_seconds(engine.model), engine.model.args
 
 
-def _random_model(args: ModelArgs) -> Model:
-    """A model with random weights in memory."""
+def _random_seconds(args: ModelArgs) -> float:
+    """`token_seconds` of a model with random weights in memory."""
     shapes = Shapes.of_args(args, default_dtype())
     experts = HeldExperts(shapes.layout, {})
     for layer, record in shapes.layout.records.items():
@@ -132,4 +132,5 @@ def _random_model(args: ModelArgs) -> Model:
     model = Model(args, RoutedExperts(experts))
     randomise(model, "", shapes)
     mx.eval(model.parameters())
-    return model
+    with closing(experts):
+        return token_seconds(model)

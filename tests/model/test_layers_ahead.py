@@ -22,6 +22,7 @@ from moeflux_mlx.experts.routing import finished
 from moeflux_mlx.experts.source import IoMode
 from moeflux_mlx.experts.whole import WholeExperts
 from moeflux_mlx.mixers.registry import by_layer, cache_numbers
+from moeflux_mlx.model.ahead import LayersAhead
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.span import Span
 from moeflux_mlx.opening.random_weights import Shapes, random_records, randomise
@@ -165,6 +166,9 @@ def test_which_spans_two_threads_compute():
     assert alone(40, block=39) and not alone(40, block=40)
     with standing_in(backend="metal"):
         assert alone(40)
+    layers = LayersAhead(model.visits, ())
+    long = [Span(tokens_of(model, 0, 64), start, 4096) for start in (32_000, 33_000)]
+    assert [layers.takes(span, model.activation_dtype) for span in long] == [True, False]
 
 
 class Stopping(Span):
