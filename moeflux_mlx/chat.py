@@ -24,7 +24,7 @@ from .driving.session import AnswerOptions
 from .errors import MoefluxError, RequestError, TokenizerError
 from .files import user_path
 from .opening.engine import Engine
-from .planning.wired import Awake
+from .planning.awake import Awake
 from .vision.sources import bytes_of
 
 HELP = """\

@@ -27,8 +27,8 @@ from .packing.conversion import LAYOUTS, PACKED, ConversionReport, ConvertSettin
 from .packing.ggml import TYPES
 from .packing.located import Located
 from .packing.recipe import RECIPES
+from .planning.awake import Awake
 from .planning.machine import default_dtype
-from .planning.wired import Awake
 from .quant import AFFINE_BITS, AFFINE_GROUPS, DEFAULT, MLX_MODES, fitting
 from .rounding.methods import FIT, METHODS
 from .text.tokenizer import VOCABULARY_FILES

@@ -41,7 +41,8 @@ from ..tools.checkup import (
     runs_on,
     thread_limits,
 )
-from ..tools.demo_check import BOUND, NATS, measure_rates, open_demo, story_rows
+from ..tools.demo_check import BOUND, NATS, open_demo, story_rows
+from ..tools.rates import measure_rates
 from .benchmarking import OURS, measured, own_steps
 from .benchmarking import table as table_of_speed
 from .known_models import Fit, Machine, known_models, machine_of, measure_disk

@@ -26,8 +26,8 @@ from ..experts.source import ExpertLoader
 from ..experts.streamed import StreamedExperts
 from ..opening.engine import Engine, open_engine
 from ..ops import backend
+from ..planning.awake import Awake
 from ..planning.machine import in_gb, machine_figures, used_memory
-from ..planning.wired import Awake
 from ..tools.demo_check import open_demo
 from ..version import full_version
 from .diagnosis import Finding, first_lines, machine_lines

@@ -23,7 +23,7 @@ from ..driving.prompt import places_of, prompt_with_images, read_images
 from ..driving.session import AnswerOptions, Session
 from ..errors import RequestError
 from ..files import JsonDict
-from ..planning.wired import Awake
+from ..planning.awake import Awake
 from ..text.boundaries import Rendering
 from ..text.chat_template import with_places
 from ..text.tokenizer import TokenizerWrapper

@@ -5,12 +5,9 @@ each time it commits the set. Several streams that do so have made macOS restart
 resident by each command buffer, which is many times slower for a pool of experts. When the limit rises, MLX adds what
 fits, in any order. So by default only what lasts lies in sets (`wire_lasting`): once a model is loaded, the limit rises
 to what is in memory, and what is left of it is filled, so that nothing which comes later finds room. Nothing of this
-has run on an Apple GPU. `Awake` keeps a Mac from falling asleep while something is computed.
+has run on an Apple GPU.
 """
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -109,24 +106,3 @@ def _needed() -> int:
 
 _limit = WiredLimit()
 wire, wire_lasting, rest, wake = _limit.wire, _limit.wire_lasting, _limit.rest, _limit.wake
-
-
-class Awake:
-    """A context manager that keeps the machine awake within it, by a child `caffeinate`, which ends with this process
-    at the latest. Elsewhere than on a Mac it does nothing. It belongs to one thread.
-    """
-
-    def __init__(self) -> None:
-        self._child: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> "Awake":
-        if sys.platform == "darwin" and (self._child is None or self._child.poll() is not None):
-            with suppress(OSError):  # without it, the machine may sleep
-                self._child = subprocess.Popen(["caffeinate", "-i", "-w", str(os.getpid())], close_fds=False)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.terminate()
-            child.wait()

@@ -21,7 +21,8 @@ from ..experts.stats import Asked
 from ..model.step import MAX_ROWS
 from ..opening.engine import Engine
 from ..ops.interrupt import stay
-from ..planning.wired import Awake, rest, wake
+from ..planning.awake import Awake
+from ..planning.wired import rest, wake
 from .admission import Admission
 from .live import Watch
 from .running import CANCELLED, Job, Running, Totals

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from moeflux_mlx import chat
-from moeflux_mlx.planning import wired
-from moeflux_mlx.planning.wired import Awake
+from moeflux_mlx.planning import awake
+from moeflux_mlx.planning.awake import Awake
 
 
 class Caffeinate:
@@ -35,7 +35,7 @@ class Caffeinate:
 @pytest.fixture
 def mac(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(wired.subprocess, "Popen", Caffeinate)
+    monkeypatch.setattr(awake.subprocess, "Popen", Caffeinate)
     Caffeinate.started, Caffeinate.running, Caffeinate.is_missing = [], 0, False
 
 

@@ -28,7 +28,7 @@ from moeflux_mlx.planning.machine import Figures
 from moeflux_mlx.planning.memory_plan import Demand, state_bytes
 from moeflux_mlx.planning.pressure import Breath, PoolLimit
 from moeflux_mlx.spec import ModelArgs
-from moeflux_mlx.tools.demo_check import attention_rate
+from moeflux_mlx.tools.rates import attention_rate
 
 GB = 1 << 30
 
