@@ -65,7 +65,9 @@ def test_batch(run):
 
 
 def test_company(run):
-    report = run("bench_company", *TINY, *PLAIN, "--prompt", 20, "--answer-prompt", 3, "--tokens", 3)
+    report = run(
+        "bench_company", *TINY, *PLAIN, "--prompt", 300, "--decode-share", 0.8, "--answer-prompt", 3, "--tokens", 3
+    )
     assert report["tokens_beside"] and report["longer"] > 0
 
 
