@@ -9,10 +9,12 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from ..experts.whole import HeldExperts
 from ..formats.record import ExpertLayout, Record
 from ..layers import Weight
 from ..model.tensors import TABLE, is_of_matrix, kept_dtype, needed, stored_as
 from ..model.weights import arrange, module_at
+from ..ops import backend
 from ..ops.forms import DTYPES, settings
 from ..ops.records import Records
 from ..quant import FLOAT, GLOBAL_SCALE, GLOBAL_UNIT, GRID, MODES, SUPERS, Quant, Quantization
@@ -136,6 +138,16 @@ def _random_words(shape: Sequence[int]) -> mx.array:
     """Random uint32 values, in two halves: `mx.random.randint` is exact up to 16 bits."""
     halves = mx.random.randint(0, 1 << 16, (*shape[:-1], 2 * shape[-1]), dtype=mx.uint16)
     return halves.view(mx.uint32)
+
+
+def random_experts(layout: ExpertLayout) -> HeldExperts:
+    """Random experts of all record sets of `layout`, in memory."""
+    experts = HeldExperts(layout, {})
+    for number, record in layout.records.items():
+        blob = random_records(record, layout.count(number)).blob
+        mx.eval(blob)
+        experts.add(number, blob if backend.has_kernels() else np.array(blob))
+    return experts
 
 
 def random_records(record: Record, count: int) -> Records:

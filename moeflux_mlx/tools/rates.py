@@ -10,10 +10,9 @@ import numpy as np
 
 from ..driving.generation import generate_step
 from ..experts.routed import RoutedExperts
-from ..experts.whole import HeldExperts
 from ..kept.measured import UNLIMITED, Rates
 from ..model.decoder import Model
-from ..opening.random_weights import Shapes, random_records, randomise
+from ..opening.random_weights import Shapes, random_experts, randomise
 from ..ops import backend, native
 from ..planning.machine import default_dtype
 from ..spec import ModelArgs
@@ -80,10 +79,7 @@ def _demo_seconds(expert_io: str) -> tuple[float, ModelArgs]:
 def _random_seconds(args: ModelArgs) -> float:
     """`token_seconds` of a model with random weights in memory."""
     shapes = Shapes.of_args(args, default_dtype())
-    experts = HeldExperts(shapes.layout, {})
-    for layer, record in shapes.layout.records.items():
-        blob = random_records(record, shapes.layout.count(layer)).blob
-        experts.add(layer, blob if backend.has_kernels() else np.array(blob))
+    experts = random_experts(shapes.layout)
     model = Model(args, RoutedExperts(experts))
     randomise(model, "", shapes)
     mx.eval(model.parameters())

@@ -37,7 +37,6 @@ from mlx.utils import tree_flatten, tree_unflatten
 from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.tables import open_readers
-from moeflux_mlx.experts.whole import HeldExperts
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.formats.tables import FileRows, RowForm, TableFiles
 from moeflux_mlx.kept.measured import choose_tiles
@@ -47,8 +46,7 @@ from moeflux_mlx.model.tables import Tables
 from moeflux_mlx.model.tensors import variant_bytes
 from moeflux_mlx.opening.kernel_cache import compiling
 from moeflux_mlx.opening.load_settings import LoadSettings
-from moeflux_mlx.opening.random_weights import Shapes, random_parts, random_records, randomise
-from moeflux_mlx.ops import backend
+from moeflux_mlx.opening.random_weights import Shapes, random_experts, random_parts, randomise
 from moeflux_mlx.ops.tiles import CODE, Tiles
 from moeflux_mlx.planning.budget import plan_memory
 from moeflux_mlx.planning.machine import Figures, default_dtype, machine_figures
@@ -64,17 +62,6 @@ MODULES = {"hunyuan_v1_moe": "hunyuan", "inkling_mm_model": "inkling"}  # theirs
 QUIET = ("Broadcast", "ExpandDims", "Squeeze", "Reshape", "Slice", "Split", "Transpose", "View", "Flatten", "Unflatten")
 
 
-class RandomExperts(HeldExperts):
-    """Random experts that were never on a disk, all in memory."""
-
-    def __init__(self, layout: ExpertLayout):
-        super().__init__(layout, {})
-        for layer, record in layout.records.items():
-            blob = random_records(record, layout.count(layer)).blob
-            mx.eval(blob)
-            self.add(layer, blob if backend.has_kernels() else np.array(blob))
-
-
 def ours(
     args: ModelArgs,
     tiles: Tiles = CODE,
@@ -83,7 +70,7 @@ def ours(
 ) -> Model:
     shapes = Shapes.of_args(args, default_dtype())
     with compiling(shapes, tiles):
-        model = Model(args, RoutedExperts(RandomExperts(shapes.layout)), sizes=sizes, tiles=tiles, tables=tables)
+        model = Model(args, RoutedExperts(random_experts(shapes.layout)), sizes=sizes, tiles=tiles, tables=tables)
         randomise(model, "", shapes)
         mx.eval(model.parameters())
     return model
