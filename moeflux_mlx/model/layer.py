@@ -272,9 +272,8 @@ class DecoderLayer(nn.Module):
             self._relieve()
             x, *kept = self._mixed(backend.contiguous(h[:, start:end]), caches, span.chosen[start], tokens)
             self._relieve()
-            prepared: tuple[Array, ...] = self.mlp.prepare(
-                x, self._second_norm, self._ids(x, tokens)
-            )  # up to where rows meet
+            # Up to where rows meet.
+            prepared: tuple[Array, ...] = self.mlp.prepare(x, self._second_norm, self._ids(x, tokens))
             part = *kept, *prepared
             backend.start(*part, *(array for cache in caches for array in cache.state[:-1]))
             span.passed(end, caches)

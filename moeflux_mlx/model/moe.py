@@ -233,9 +233,8 @@ class MoE(nn.Module):
         if following.rule.table is not None:
             ids = table_rows(following.tid2eid, tokens.reshape(-1))
             return ids, (ids * 0 + 1).astype(backend.library_of(ids).float32), []
-        given = (
-            (rows, norm) if isinstance(norm, RMSNorm) else (norm(rows), None)
-        )  # the others are launches of their own
+        # Norms of other kinds are launches of their own.
+        given = (rows, norm) if isinstance(norm, RMSNorm) else (norm(rows), None)
         return following.route_with_host_copy(following._routed(*given)[1])
 
     def _as_routing(self, predicted: tuple[Array, Array, Sequence[mx.array]] | None) -> Routing | None:

@@ -104,9 +104,7 @@ def kernels_take(x: EitherArray, refusal: Callable[..., Reason | None], *case: o
     return not isinstance(x, np.ndarray) and not refusal(name(), *case)
 
 
-def native_takes(
-    x: np.ndarray | mx.array, refusal: Callable[..., Reason | None], *case: object
-) -> TypeGuard[np.ndarray]:
+def native_takes(x: EitherArray, refusal: Callable[..., Reason | None], *case: object) -> TypeGuard[np.ndarray]:
     """Whether a native form computes with x: it is numpy's, and `refusal` has no reason against the case."""
     return isinstance(x, np.ndarray) and not refusal(*case)
 
