@@ -74,7 +74,7 @@ class GroupedRows:
             rows = tokens[rows].astype(np.int32)
         self._ends = np.cumsum(counts[experts])
         self._firsts = np.cumsum([0, *map(len, waves)])
-        self._is_native = isinstance(x, np.ndarray) and not native_refusal(record)
+        self._is_native = backend.native_takes(x, native_refusal, record)
         self._x: Any = x
         self._waves, self._on_units, starts = waves, on_units, np.zeros(0, np.int32)
         if self._is_native:

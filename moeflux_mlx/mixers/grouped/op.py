@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...ops import backend, gpu_time, native
-from ...ops.backend import AnyArray, Array, kernels_take, of_kind, stack, view
+from ...ops.backend import AnyArray, Array, kernels_take, native_takes, of_kind, stack, view
 from ...ops.causal_parts import in_parts
 from ...ops.elementwise import sigmoid
 from ...ops.kv_rows import row_bytes
@@ -87,7 +87,7 @@ def attend(
         return cache.each((q, k, v, joined), compute, has_kernels, in_order=True)
     position, is_native = cache.position, isinstance(q, np.ndarray)
     is_alone = B * L == 1 and not has_axes(position)
-    if is_native and not native_refusal(is_alone):
+    if native_takes(q, native_refusal, is_alone):
         return _step_native(q, k, terms.values(v), cache, terms)
     if kernels_take(q, refusal, is_alone, D, v.shape[-1]):
         return _on_kernels(terms, StepRows([cache]), q, k, v, joined, seen)
