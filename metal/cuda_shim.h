@@ -124,6 +124,11 @@ inline float divide(float a, float b) {
 }  // namespace precise
 namespace fast {
 using precise::exp;
+inline float exp2(float v) {
+  float made;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(made) : "f"(v));
+  return made;
+}
 inline float cos(float v) {
   return cosf(v);
 }
@@ -194,4 +199,103 @@ inline int codes_dot2(uint x, uint codes, uint high, int sum) {
   }
 MATRIX_PRODUCT_OF(bfloat16_t, "bf16")
 MATRIX_PRODUCT_OF(float16_t, "f16")
+
+// b of two products (span.h.metal), of rows that lanes 0 to 15 point to, each with 8 values of 16 bits; the other lanes
+// point to the next 8.
+inline void matrix_turned(const void* row, uint* b) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+               : "r"(uint(__cvta_generic_to_shared(row))));
+}
+
+#define COPIES_AHEAD
+#define LARGE_MEMORY extern __shared__ __align__(1024)  // as much as the launch names
+typedef unsigned char uchar;
+inline void copy_begin(void* to, const void* from, bool there) {
+  const uint place = uint(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+inline void copies_wait() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // for units that read this memory themselves
+#endif
+}
+#endif
+
+// The matrix units of capability 9.0, which take 64 rows of four simdgroups at once, and operands from a threadgroup's
+// memory in the order of span.h.metal. Other capabilities do not have them.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define SPAN_UNITS
+#define SPAN_8(d, i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define SPAN_32(d, i) SPAN_8(d, i), SPAN_8(d, i + 8), SPAN_8(d, i + 16), SPAN_8(d, i + 24)
+
+// Describes an operand: its first byte, 1,024 bytes from eight rows to the next, and the order of units.
+inline unsigned long long span_operand(const void* tile) {
+  return (__cvta_generic_to_shared(tile) & 0x3FFFF) >> 4 | 64ull << 32 | 1ull << 62;
+}
+inline void span_units_begin() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+// Waits for all products; no sum is read before.
+template <int N>
+inline void span_units_end(float* d) {
+  asm volatile("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < N; i += 32) {
+    asm volatile("" : SPAN_32(d, i)::"memory");
+  }
+}
+#define SPAN_UNITS_OF(kind, name)                                                                          \
+  inline void span_units_product(unsigned long long a, unsigned long long b, int adds, kind, float* d) {   \
+    asm volatile(                                                                                          \
+        "{.reg .pred adds; setp.ne.b32 adds, %66, 0;"                                                      \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " {" SPAN_D64                         \
+        "}, %64, %65, adds, 1, 1, 0, 0;}"                                                                  \
+        : SPAN_32(d, 0), SPAN_32(d, 32)                                                                    \
+        : "l"(a), "l"(b), "r"(adds));                                                                      \
+  }                                                                                                        \
+  inline void span_units_product(const uint* a, unsigned long long b, kind, float* d) {                    \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {" SPAN_D32                 \
+                 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                               \
+                 : SPAN_32(d, 0)                                                                           \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                    \
+  }
+#define SPAN_D32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SPAN_D64 \
+  SPAN_D32 \
+  ", " "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+SPAN_UNITS_OF(bfloat16_t, "bf16")
+SPAN_UNITS_OF(float16_t, "f16")
+
+// `span_scores` of 128 keys, where `row` is the first one of the simdgroup.
+template <uint D, uint ROWS, typename X>
+inline void span_units_scores(const X* queries, const X* keys, uint row, X kind, float* score) {
+  span_units_begin();
+#pragma unroll
+  for (uint step = 0; step < D / 16; step++) {
+    const uint part = step / 4, at = step % 4 * 16;
+    const X* own = queries + (part * ROWS + row / 64 * 64) * 64 + at;
+    span_units_product(span_operand(own), span_operand(keys + part * 128 * 64 + at), step > 0, kind, score);
+  }
+  span_units_end<64>(score);
+}
+
+// `span_sums` of 128 keys.
+template <uint V, typename X>
+inline void span_units_sums(const uint* weight, const X* values, X kind, float* acc) {
+  span_units_begin();
+#pragma unroll
+  for (uint some = 0; some < 8; some++) {
+#pragma unroll
+    for (uint part = 0; part < V / 64; part++) {
+      span_units_product(weight + 4 * some, span_operand(values + (part * 128 + 16 * some) * 64), kind, acc + 32 * part);
+    }
+  }
+  span_units_end<V / 2>(acc);
+}
 #endif

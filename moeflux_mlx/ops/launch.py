@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate, starmap
 from math import prod
 from typing import Any, NamedTuple, cast
@@ -173,6 +173,7 @@ class Kernel:
     `form`: of `metal/{form}.h.metal`, for a text that needs it: such headers define the same functions, each for other
     codes.
     `units`: of `metal/{units}.h.metal`, likewise: each for products of small matrices on another GPU.
+    `memory`: bytes of a threadgroup's memory of a text that has none by itself on CUDA, where that may be larger.
     """
 
     name: str
@@ -180,6 +181,7 @@ class Kernel:
     outputs: str
     form: str = ""
     units: str = ""
+    memory: int = 0
 
     @cached_property
     def apart(self) -> Sequence[int]:
@@ -189,7 +191,9 @@ class Kernel:
 
     def build(self, target: str, constants: str, threads: int, places: tuple[InputPlace, ...]) -> Built:
         """MLX's object for it, compiled at first use."""
-        make: Any = mx.fast.cuda_kernel if target == "cuda" else mx.fast.metal_kernel
+        make: Any = mx.fast.metal_kernel
+        if target == "cuda":
+            make = partial(mx.fast.cuda_kernel, shared_memory=self.memory)
         return make(**asdict(self.text(target, constants, threads, places)))
 
     def text(self, target: str, constants: str, threads: int, places: tuple[InputPlace, ...]) -> "KernelText":

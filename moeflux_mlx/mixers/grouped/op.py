@@ -40,6 +40,7 @@ from ...ops.rope import angles, has_axes
 from ...ops.rows import ALONE, RowArgument, RowSizes, StepRows
 from ...ops.seen import SEEING_ALL, SeenBlocks, SeenSizes
 from ...ops.tiles import planned
+from .span_op import attend_span, span_refusal
 from .terms import Terms
 
 ATTEND_STEP = Kernel(
@@ -134,7 +135,10 @@ def attend_in_parts(
     computes a part [B, heads, R, V] otherwise than MLX's attention, in up to `OTHERWISE` times the memory of its
     scores, of its q, k and v, its rows, places and mask, as `in_parts` yields them, and the number of positions.
     """
-    B, _, L, _ = q.shape
+    B, _, L, D = q.shape
+    limited = terms.window is not None or terms.sinks is not None
+    if part_of is None and L > 1 and not span_refusal(backend.name(), (D, v.shape[-1]), q.dtype, limited):
+        return attend_span(q, k, v, cache, terms)
     k, v = cache.update_and_fetch(k, v.transpose(0, 2, 1, 3))  # [B, heads, L, D]
     parts: list[mx.array] = []
     sinks = None if terms.sinks is None else terms.sinks.astype(q.dtype)
@@ -358,5 +362,5 @@ def plan_row(
         template |= {"THREADS": matrix[0]}
         step = Launch(target, ATTEND_MATRIX, template, (1 + pieces, heads // abreast), matrix[0], outputs)
     out = [((1, 1, heads * value_width), types[0])]
-    sizes |= {"GATE": int(stride > width), "C": columns, "SINKS": int(has_sinks)}
+    sizes |= {"GATE": int(stride > width), "C": columns, "SINKS": int(has_sinks), "EACH": 1}
     return step, Launch(target, ATTEND_COMBINE, sizes, (heads, value_width // columns), 4 * columns, out)

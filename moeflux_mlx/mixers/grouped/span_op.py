@@ -1,0 +1,105 @@
+"""Grouped-query attention of many new positions with heads wider than MLX's fused attention takes, on CUDA.
+
+MLX keeps all scores of such heads (`causal_parts`). Here a launch keeps none. Where a span has too few rows for the
+whole GPU, the positions are cut into pieces, and a second launch sums them; the cuts depend on sizes only.
+"""
+
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ...ops import backend
+from ...ops.launch import MOST_THREADS, Kernel, Launch, Reason, Shape, ceildiv
+from ...ops.positions import Positions
+from ...ops.seen import SEEING_ALL
+from ...ops.tiles import planned
+from .terms import Terms
+
+ATTEND_SPAN = Kernel("attend_span", "q keys values scale positions", "out", units="matrix")
+SPAN_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
+FUSED, WIDEST = 128, 256  # the widest heads of MLX's attention, and of the kernel
+MOST = 32  # pieces of the positions
+
+
+class SpanSizes(NamedTuple):
+    """What does not depend on the model.
+
+    Args:
+        keys: how many keys a threadgroup has in its memory.
+        threads: of a threadgroup.
+        groups: threadgroups that run at once.
+        least: least positions of a piece.
+    """
+
+    keys: int
+    threads: int = 256
+    groups: int = 132
+    least: int = 512
+
+
+# By NVIDIA's capability: the units of 9.0 multiply 128 keys at once; others have 99 KB of memory of a threadgroup.
+SIZES, OTHERS = {9: SpanSizes(128)}, SpanSizes(32)
+
+
+@planned("attend_span")
+def span_refusal(target: str, widths: tuple[int, int], dtype: mx.Dtype, limited: bool) -> Reason | None:
+    """Why MLX's attention is used for a span with heads of these widths of keys and values. `limited`: whether a query
+    sees a window or a chunk only, or the softmax has sinks.
+    """
+    if target != "cuda":
+        return Reason("no Apple GPU has run the kernel")
+    if max(widths) <= FUSED:
+        return Reason(f"MLX's own is fused for heads up to {FUSED}")
+    if limited:
+        return Reason("there is a window, or sinks")
+    if dtype.size != 2:
+        return Reason("matrix units take 16 bits")
+    odd = [width for width in widths if width % 64 or width > WIDEST]
+    return Reason(f"head width {odd[0]} is above {WIDEST} or no multiple of 64") if odd else None
+
+
+def attend_span(q: mx.array, k: mx.array, v: mx.array, cache: Positions, terms: Terms) -> mx.array:
+    """[B, L, heads, V] of prepared queries [B, heads, L, D] and keys [B, kv heads, L, D], and of values [B, L, kv
+    heads, V], which are appended to the cache.
+    """
+    keys, values, count = cache.append(k, v.transpose(0, 2, 1, 3))
+    sizes = sizes_here()
+    heads = q.shape, keys.shape[1], values.shape[-1]
+    rows, combine = span_plan(backend.name(), *heads, q.dtype, ceildiv(count, sizes.least), sizes)
+    positions = mx.array([count - 1, q.shape[2], keys.shape[2], *[0] * 5], mx.int32)
+    (out,) = rows(q, keys, values, terms.scale, positions)
+    return out if combine is None else combine(out, out, out, positions)[0]
+
+
+@lru_cache(64)
+def span_plan(
+    target: str, queries: Shape, kv_heads: int, V: int, dtype: mx.Dtype, lengths: int, sizes: SpanSizes
+) -> tuple[Launch, Launch | None]:
+    """The launch over pieces of up to `lengths` times `least` positions, for queries [B, heads, L, D], and that of
+    their sum, if there are several.
+    """
+    B, heads, L, D = queries
+    groups = ceildiv(L * heads // kv_heads, sizes.threads // 2), kv_heads * B
+    most = min(MOST, 1 << max(sizes.groups // (groups[0] * groups[1]), 1).bit_length() - 1)
+    pieces = ceildiv(lengths, ceildiv(lengths, most))  # as piece_length of seen.h.metal
+    whole = (B, L, heads, V), dtype
+    template: dict[str, Any] = {"X": dtype, "D": D, "V": V, "P": sizes.least, "MOST": most}
+    own = {"R": dtype if most == 1 else mx.float32, "H": heads, "KV": kv_heads}
+    own |= {"KEYS": sizes.keys, "THREADS": sizes.threads}
+    kernel = replace(ATTEND_SPAN, memory=dtype.size * ((sizes.threads // 2 + sizes.keys) * D + sizes.keys * V))
+    made = whole if most == 1 else ((B, L, heads, most, V + 2), mx.float32)
+    rows = Launch(target, kernel, template | own, (*groups, pieces), sizes.threads, [made])
+    if most == 1:
+        return rows, None
+    columns = max(n for n in range(32, V + 1, 32) if V % n == 0 and 4 * n <= MOST_THREADS[target])
+    template |= {"WINDOW": 0, "CHUNKED": 0, "PIECE": 1, "EACH": most, "GATE": 0, "C": columns, "SINKS": 0}
+    template |= SEEING_ALL.template
+    return rows, Launch(target, SPAN_COMBINE, template, (B * L * heads, V // columns), 4 * columns, [whole])
+
+
+@cache
+def sizes_here() -> SpanSizes:
+    """Those of this machine's GPU."""
+    return SIZES.get(int(mx.device_info().get("compute_capability_major", 0)), OTHERS)

@@ -1,0 +1,135 @@
+"""The kernel for the attention of many positions compared with float64."""
+
+import contextlib
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from floats import wide
+from grids import drawn, one_in_three
+
+from metal import msl
+from moeflux_mlx.kinds import Rotation
+from moeflux_mlx.mixers.grouped import op, span_op
+from moeflux_mlx.mixers.grouped.spec import GroupedQuery
+from moeflux_mlx.mixers.grouped.terms import Terms
+from moeflux_mlx.mixers.registry import make_caches
+from moeflux_mlx.ops import backend
+from moeflux_mlx.ops.stand_ins import standing_in
+
+pytestmark = pytest.mark.usefixtures("cpu_device")
+LIMITS = {mx.bfloat16: 8e-3, mx.float16: 1e-3}  # largest error over largest value: weights have 16 bits too
+TERMS = Terms(None, None, None, 0.17)
+CASES = {  # texts, positions before, new ones, heads, kv heads, widths of keys and values
+    "nothing before": (1, 0, 5, 4, 2, 64, 64),
+    "odd lengths": (1, 71, 37, 6, 2, 64, 64),
+    "several texts": (2, 100, 23, 4, 2, 128, 64),
+    "one key head": (1, 300, 20, 8, 1, 64, 128),
+    "a head each": (1, 150, 33, 3, 3, 64, 64),
+}
+
+
+@pytest.fixture
+def small(host, monkeypatch):
+    """Threadgroups that fit into the memory of every GPU, short pieces, and two numbers of them."""
+
+    def many(groups):
+        monkeypatch.setattr(span_op, "sizes_here", lambda: span_op.SpanSizes(16, 128, groups, 64))
+
+    return many
+
+
+def attended(B, before, L, heads, kv_heads, D, V, dtype):
+    """Returns the result of a span and that of float64."""
+    rng = np.random.default_rng([before, L])
+    q, k, v, *earlier = (
+        mx.array(rng.normal(size=shape), dtype)
+        for shape in (
+            (B, heads, L, D),
+            (B, kv_heads, L, D),
+            (B, L, kv_heads, V),
+            *((B, kv_heads, before, w) for w in (D, V)),
+        )
+    )
+    cache = make_caches(GroupedQuery(heads, kv_heads, D, Rotation(32, 1e4), value_dim=V))[0]
+    if before:
+        cache.append(*earlier)
+    got = span_op.attend_span(q, k, v, cache, TERMS)
+    assert cache.offset == before + L
+    keys, values = (np.repeat(wide(one)[:, :, : before + L], heads // kv_heads, axis=1) for one in cache.state[:2])
+    scores = TERMS.scale * wide(q) @ keys.swapaxes(2, 3)
+    scores = np.where(np.arange(before + L) <= before + np.arange(L)[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return wide(got), (weights / weights.sum(-1, keepdims=True) @ values).swapaxes(1, 2)
+
+
+def error(*case):
+    got, want = attended(*case)
+    return np.abs(got - want).max() / np.abs(want).max()
+
+
+@pytest.mark.parametrize("case, dtype, groups", drawn(CASES, LIMITS, [1, 40]))
+def test_a_span_matches_oracle(small, case, dtype, groups):
+    """In one piece of the positions, and in several."""
+    small(groups)
+    assert error(*CASES[case], dtype) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("before, L", [(0, 300), (1000, 64), (3000, 700)])
+@pytest.mark.parametrize("heads, kv_heads, D, V", [(16, 2, 256, 256), (12, 12, 192, 128)])
+def test_real_shapes_on_a_gpu(host, dtype, before, L, heads, kv_heads, D, V):
+    """By the units and with the pieces of this GPU; the harness has too little memory for them."""
+    if backend.name() != "cuda":
+        pytest.skip("needs an NVIDIA GPU")
+    assert error(1, before, L, heads, kv_heads, D, V, dtype) < LIMITS[dtype]
+
+
+def test_which_spans_it_takes():
+    taken = "cuda", (256, 256), mx.bfloat16, False
+    assert span_op.span_refusal(*taken) is None
+    others = [("metal", *taken[1:]), ("cuda", (128, 128), *taken[2:]), ("cuda", (96, 160), *taken[2:])]
+    others += [("cuda", (512, 512), *taken[2:]), (*taken[:2], mx.float32, False), (*taken[:3], True)]
+    assert all(span_op.span_refusal(*other) for other in others)
+
+
+@pytest.mark.parametrize("width, names", [(256, ["attend_span", "attend_combine"]), (128, [])])
+def test_cuda_runs_it_for_wide_heads(width, names):
+    run = []
+
+    def build(kernel, *_):
+        run.append(kernel.name)
+        return lambda output_shapes, output_dtypes, **_: list(map(mx.zeros, output_shapes, output_dtypes))
+
+    q, k = mx.zeros((1, 4, 3, width), mx.float16), mx.zeros((1, 2, 3, width), mx.float16)
+    cache = make_caches(GroupedQuery(4, 2, width, Rotation(64, 1e4)))[0]
+    with standing_in(backend="cuda", build=build):
+        assert op.attend_in_parts(q, k, k.swapaxes(1, 2), cache, TERMS).shape == (1, 3, 4, width)
+    assert run == names
+
+
+FAULTS = {
+    "missing barrier": ("attend_span", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
+    "a position too far": ("attend_span", "row[r] / G + 1;", "row[r] / G + 2;"),
+    "sums of earlier scores": ("attend_span", "acc[i] *= share[i / 2 % 2]", "acc[i] *= share[0]"),
+    "total of earlier scores": ("attend_span", "total[r] *= share[r];", ""),
+    "last keys left out": ("attend_span", "at < stop; at += KEYS", "at + KEYS < stop; at += KEYS"),
+    "one piece": ("attend_span", "threadgroup_position_in_grid.z * length", "0"),
+    "the first key head": ("attend_span", "size_t(text) * KV + kv;", "size_t(text) * KV;"),
+    "a head's neighbour": ("attend_span", "at % G) * L + at / G", "at / L) * L + at % L"),
+    "another row's units": ("span.h", "(unit ^ row) % 8", "(unit ^ row / 2) % 8 + row % 2"),
+    "keys of another half": ("span.h", "8 * (i % 2) + 2 *", "8 * (i / 2) + 2 *"),
+    "pieces beside each other": ("attend_combine", "head * EACH", "head"),
+}
+
+
+@msl.needed
+@pytest.mark.parametrize("name", one_in_three(FAULTS))
+def test_planted_fault_is_caught(small, monkeypatch, name):
+    file, old, new = FAULTS[name]
+    msl.plant(monkeypatch, f"{file}.metal", old, new)
+    small(40)
+    with contextlib.suppress(msl.Failure):
+        assert any(
+            not error(*CASES[case], mx.float16) < LIMITS[mx.float16] for case in ("odd lengths", "several texts")
+        )
