@@ -1028,8 +1028,9 @@ static void attend_job(void *ctx, ptrdiff_t unit, int member) {
     }
     float *scores = c->scores + member * c->unit;
     c->path->attend(c->q + row * c->keys.width, min(GQA_HEADS, group - first), seen, &c->keys, &c->values, c->scale,
-                    c->sinks ? c->sinks + row % c->q_heads : NULL, c->biases + row % c->q_heads * c->extent, c->extent,
-                    scores, c->pad, scores + GQA_HEADS * c->pad, c->out + row * c->values.width);
+                    c->sinks ? c->sinks + row % c->q_heads : NULL,
+                    c->biases ? c->biases + row % c->q_heads * c->extent : NULL, c->extent, scores, c->pad,
+                    scores + GQA_HEADS * c->pad, c->out + row * c->values.width);
 }
 
 static int run_attend(Attention *c) {

@@ -70,7 +70,7 @@ FILE = "rates.json"
 # Seconds of a layer beside its bytes, of one with streamed experts, and of a token beside its layers, by backend: an
 # H200, two cores of an EPYC, and on a Mac public figures of launches and waits (opening/reach.py), which say nothing of
 # tokens. A CPU also has its rate of attention.
-TYPICAL = {"cuda": (5e-5, 1.2e-4, 5e-4), "metal": (3e-5, 3.3e-4, 0.0), "cpu": (5e-4, 6e-4, 5e-4, 5.5e10)}
+TYPICAL = {"cuda": (5e-5, 3.6e-4, 5e-4), "metal": (3e-5, 3.3e-4, 0.0), "cpu": (5e-4, 6e-4, 5e-4, 5.5e10)}
 
 UNLIMITED = 1e18  # a rate that takes no time
 
@@ -83,7 +83,7 @@ class Rates:
         products: bytes of weights per second in the products of one token.
         disk: bytes per second read from the disk.
         layer: seconds of a layer beside its bytes, for launches and the host.
-        streamed_layer: the same where experts are read into a pool, and nothing is missing.
+        streamed_layer: the same where the host waits for the choice among streamed experts, and nothing is missing.
         token: seconds of a token beside those of its layers.
         attention: multiply-adds per second of one token's attention.
     """

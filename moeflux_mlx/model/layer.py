@@ -109,6 +109,7 @@ class DecoderLayer(nn.Module):
         if spec.mixer.ngrams is not None:
             self.ple = NGramLayer(spec.mixer.ngrams, *sizes, layer)
         self._reads_tokens = self.mlp.reads_tokens or spec.mixer.ngrams is not None
+        self._kind_may_be_queued = spec.may_be_queued
         self._step: Callable[[bool, tuple[bool, ...]], DecodeStep] | None = None
 
     def again(self, layer: int, queries: MessageQueries) -> "DecoderLayer":
@@ -195,10 +196,10 @@ class DecoderLayer(nn.Module):
 
     @property
     def may_be_queued(self) -> bool:
-        """Whether it may be queued ahead of its choice (`optimistic`): its experts are this process's, and every sum at
-        its end is part of a kernel, so that no bit depends on which layers share a graph.
+        """Whether it may be queued ahead of its choice (`optimistic`): its kind may, and its experts are this
+        process's, in records that kernels read.
         """
-        if type(self.mlp) is not MoE or type(self.residual) is not OneStream or self._reads_tokens or self._values:
+        if not self._kind_may_be_queued or not isinstance(self.mlp, MoE):
             return False
         experts = self.mlp.experts
         return isinstance(experts, FromTables) and experts.reads_tables(self.mlp.layer, self.mlp.rule.top_k)

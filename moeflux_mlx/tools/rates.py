@@ -72,6 +72,7 @@ def token_seconds(model: Model) -> float:
 
 def _demo_seconds(expert_io: str) -> tuple[float, ModelArgs]:
     engine = open_demo(expert_io, ALL if expert_io == "pread" else None)
+    engine.model.optimistic = None  # every streamed layer waits for its choice
     with closing(engine.experts):
         return token_seconds(engine.model), engine.model.args
 

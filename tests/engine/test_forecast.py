@@ -12,6 +12,7 @@ from moeflux_mlx import benchmark, plan
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.kept import measured as kept
 from moeflux_mlx.kept.measured import TYPICAL, UNLIMITED, Rates, keep_rates, kept_rates, rates_with
+from moeflux_mlx.model.optimistic import OptimisticLayers
 from moeflux_mlx.ops import native
 from moeflux_mlx.planning.budget import plan_memory
 from moeflux_mlx.planning.forecast import (
@@ -28,7 +29,9 @@ from moeflux_mlx.planning.machine import Figures
 from moeflux_mlx.planning.memory_plan import Demand, state_bytes
 from moeflux_mlx.planning.pressure import Breath, PoolLimit
 from moeflux_mlx.spec import ModelArgs
-from moeflux_mlx.tools.rates import attention_rate
+from moeflux_mlx.tools import rates
+from moeflux_mlx.tools.demo_check import open_demo
+from moeflux_mlx.tools.rates import attention_rate, measure_rates
 
 GB = 1 << 30
 
@@ -61,6 +64,12 @@ RECORDED = {
 }
 
 
+QUEUED = {"qwen3-30b-a3b": 8, "qwen3.6-35b-a3b": 8, "gpt-oss-20b": 4}
+# With own sums behind parts or experts, several streams, or shared experts that are weighed, layers are not queued.
+WAITING = "a.x-k2-light-20b", "beam-501b-a23b", "nemotron-3-super-120b-a12b", "llama-4-scout-109b-a17b"
+WAITING += "glm-5.3-flash-321b", "inkling-small-276b-a12b"
+
+
 @pytest.mark.parametrize("case", RECORDED.values(), ids=RECORDED)
 def test_recorded_measurements_are_in_the_band(case):
     work, rates, share, hits, measured = case
@@ -78,6 +87,54 @@ def test_each_part_of_a_token_takes_its_time():
     gpu = replace(cpu, attention=UNLIMITED)
     assert forecast(work, gpu, 1.0, 1.0).middle == pytest.approx(1 / math.hypot(0.25 + 4 * 0.5, 1))
     assert forecast(work, gpu, 0.5, 1.0).middle == pytest.approx(1 / (math.hypot(0.25 + 0.5, 1) + 3 * 2.0))
+
+
+def test_only_layers_that_lack_an_expert_wait_where_layers_are_queued():
+    """A CPU waits in all of them, and so does a GPU where the kind of layer is not queued."""
+    cpu = Rates(60.0, 17.0, 0.5, 2.0, 0.25, attention=1e9)
+    gpu, waiting = replace(cpu, attention=UNLIMITED), TokenWork(10, 20, 30, 4, 3)
+    queued = replace(waiting, queued=2)
+    for share, hits in ((1.0, 1.0), (0.5, 1.0), (0.5, 0.4), (0.5, 0.0)):
+        assert forecast(queued, cpu, share, hits) == forecast(waiting, cpu, share, hits)
+    assert forecast(queued, gpu, 0.5, 1.0) == forecast(queued, gpu, 1.0, 1.0) == forecast(waiting, gpu, 1.0, 1.0)
+    assert forecast(queued, gpu, 0.5, 0.0) == forecast(waiting, gpu, 0.5, 0.0)
+    found = 3 * 0.9**2  # of three layers with experts
+    seconds = math.hypot(0.25 + (1 + found) * 0.5, 1) + (3 - found) * 2.0 + 0.1 * 20 / (0.85 * 17)
+    assert forecast(queued, gpu, 0.5, 0.9).middle == pytest.approx(1 / seconds)
+
+
+def test_some_kinds_of_layers_are_not_queued():
+    wanted = {**QUEUED, **dict.fromkeys(WAITING, 0)}
+    made = {name: TokenWork.of(ModelArgs.from_variant(name), 0, 0, 9, 2).queued for name in wanted}
+    assert made == wanted
+
+
+@pytest.mark.parametrize("lacking, gain", [(0.0, 3.6), (0.05, 2.1), (0.2, 1.39), (0.4, 1.37)])
+def test_queued_layers_gain_what_was_measured(lacking, gain):
+    """16 layers of 35B-A3B's shape on an H200, of which this share lacks one expert; 0.432 ms a layer that waits, and
+    nothing missing (docs/performance.md).
+    """
+    work = TokenWork(470_000_000, 227_000_000, 58_000_000, 16, 16, queued=8)
+    h200, ways = replace(SLOW_H200, streamed_layer=4.04e-4), (work, replace(work, queued=0))
+    assert 1 / forecast(ways[1], h200, 0.5, 1.0).middle / 16 == pytest.approx(0.432e-3, rel=0.01)
+    ahead, wait = (forecast(one, h200, 0.5, 1 - lacking / 8).middle for one in ways)
+    assert ahead / wait == pytest.approx(gain, rel=0.25)
+
+
+def test_doctor_times_streamed_layers_that_wait():
+    def queueing(*given):
+        engine = open_demo(*given)
+        engine.model.optimistic = OptimisticLayers
+        return engine
+
+    def seconds(model):
+        timed.append(model.optimistic)
+        return 1.0
+
+    timed = []
+    with mock.patch.multiple(rates, open_demo=queueing, token_seconds=seconds):
+        measure_rates(1e9, 1e10)
+    assert timed == [None] * 4
 
 
 def test_a_gpu_reads_experts_from_the_hosts_memory():
