@@ -83,6 +83,7 @@ def test_lengths(run):
     rows = run("bench_lengths", *TINY, *PLAIN, *options)["rows"]
     assert [row["model"] for row in rows] == ["ours 16", "ours 8", "mlx-lm"]
     assert all(row["decode"][1] > 0 < row["+3"][1] for row in rows) and rows[0]["decode / bound"][1] > 1
+    assert 0 < rows[0]["peak / planned"] < 1
 
 
 def test_kernels(run):
