@@ -83,6 +83,7 @@ def test_lengths(run):
     rows = run("bench_lengths", *TINY, *PLAIN, *options)["rows"]
     assert [row["model"] for row in rows] == ["ours 16", "ours 8", "mlx-lm"]
     assert all(row["decode"][1] > 0 < row["+3"][1] for row in rows) and rows[0]["decode / bound"][1] > 1
+    assert 0 < rows[0]["peak / planned"] < 1
 
 
 def test_kernels(run):
@@ -112,7 +113,11 @@ def test_rounding(run):
 
 
 def test_prompt(run, model):
-    assert run("bench_prompt", "stream", "--model", model, "--tokens", 20, "--rounds", 1, "--spans", 8)["rows"]
+    """A text before it leaves some of the experts in the pool that the prompt uses."""
+    options = "stream", "--model", model, "--tokens", 20, "--rounds", 1, "--spans", 8, "--share", 0.5
+    reports = [run("bench_prompt", *options, "--behind", tokens) for tokens in (0, 40)]
+    alone, behind = (report["rows"][0]["runs"][0]["used"] for report in reports)
+    assert 0 < behind < alone
 
 
 def test_stream(run, monkeypatch, model):

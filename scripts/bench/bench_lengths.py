@@ -3,40 +3,46 @@
 with mlx-lm's model of the same shapes.
 
     scripts/bench/bench_lengths.py [--variant qwen3.6-35b-a3b] [--layers N] [--lengths 512 4096 32768 131072]
-        [--prompts 32 64 128 256 1024] [--kv-bits 16 8] [--against mlx-lm] [--bandwidth 4800] [--rounds 9]
+        [--prompts 32 64 128 256 1024] [--kv-bits 16 8] [--against mlx-lm] [--bandwidth 4800] [--rounds 9] [--again 1]
+        [--seconds S]
 
-In each round every model computes a whole prompt of random tokens, decodes behind it, and answers each short prompt in
-a copy of that text. Prints a table with tokens per second (median and quartiles) and peak memory. "decode / bound" is
-the time of a token over that in which 0.8 of the bandwidth reads the weights that a token uses and its keys and values.
-Ends with one JSON line.
+In each round every model computes a whole prompt of random tokens, then decodes and answers each short prompt in copies
+of that text, `--again` times after one that does not count. Prints a table with tokens per second (median and
+quartiles) and peak memory, ours also over what is planned for the length. "decode / bound" is the time of a token over
+that in which 0.8 of the bandwidth reads the weights that a token uses and its keys and values. Ends with one JSON line.
 """
 
 import argparse
 import copy
 import importlib
 import json
+import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from bench_decode import WARMUP, Runner, add_variant, ours, planned, theirs, variant_config
-from measuring import print_table, quartiles, random_prompt, spread, turns
+from measuring import print_table, quartiles, random_prompt, shown, turns
 
 from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.mixers.registry import each_cache
+from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.tensors import variant_bytes
 from moeflux_mlx.planning.machine import default_dtype, machine_figures
 from moeflux_mlx.planning.settings import configure_mlx
 from moeflux_mlx.spec import ModelArgs
 
 USUAL = 0.8  # of a memory's bandwidth, which good kernels reach
+WARM = 4096  # tokens of the longest prompt that does not count
 
 
 def runners_of(config: dict, options: argparse.Namespace) -> dict[str, Runner]:
     """Returns our model with keys and values of each number of bits, and the other one."""
     args, figures, runners = ModelArgs.from_dict(config), machine_figures(), {}
     most = max(options.lengths) + max(options.prompts) + options.tokens
+    args = replace(args, max_position_embeddings=max(args.max_position_embeddings, most))  # as those of longer texts
     for bits in options.kv_bits:
         kept = args.with_kv_bits(8 if bits == 8 else None)
         sizes = planned(kept, figures, most).sizes
@@ -60,16 +66,19 @@ def own_copy(runner: Runner, text: list) -> list:
     return copied
 
 
-def one_round(runner: Runner, tokens: list[int], length: int, options: argparse.Namespace) -> dict[str, float]:
+def one_round(runner: Runner, tokens: list[int], length: int, options: argparse.Namespace) -> list[dict[str, float]]:
     """Returns tokens per second of a prompt of `length` tokens, of decoding and of short prompts behind it, and the
-    peak of memory.
+    peak of memory, as often as `options` say.
     """
     text = empty_text(runner)
-    rates = runner.run(tokens[:length], options.tokens, text)
-    for more in options.prompts:
-        run = runner.run(tokens[-more:], 1, own_copy(runner, text))
-        rates |= {f"+{more}": run["prompt"], "peak": max(rates["peak"], run["peak"])}
-    return rates
+    rows, whole = [], runner.run(tokens[:length], 1, text)
+    for _ in range(1 + options.again):
+        run = runner.run(tokens[:1], options.tokens, own_copy(runner, text))
+        row = {**whole, "decode": run["decode"]}
+        for more in options.prompts:
+            row[f"+{more}"] = runner.run(tokens[-more:], 1, own_copy(runner, text))["prompt"]
+        rows.append(row)
+    return rows[1:]
 
 
 def bound_seconds(args: ModelArgs, length: int, bandwidth: float) -> float:
@@ -81,32 +90,50 @@ def bound_seconds(args: ModelArgs, length: int, bandwidth: float) -> float:
     return (weights + experts + state) / (USUAL * bandwidth)
 
 
+def planned_bytes(model: Model, length: int) -> int:
+    """Returns the bytes of MLX's arrays that the memory plan expects for a prompt of `length` tokens."""
+    cuts: Any = {"set": {"span": model.sizes.span}, "prefill_step_size": model.sizes.block}
+    plan = planned(model.args, machine_figures(), length + 1, **cuts)
+    return plan.fixed - plan.runtime + plan.experts
+
+
 def measure(runners: dict[str, Runner], length: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns the quartiles of each model. One round before the others does not count."""
+    """Returns the quartiles of each model. One round before the others does not count; its prompt is no longer than
+    `WARM`.
+    """
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
+    begin = time.perf_counter()
     for i in range(-1, options.rounds):
-        tokens = random_prompt(next(iter(runners.values())).model, length + max(options.prompts), seed=i + 1)
+        whole = length if i >= 0 else min(length, WARM)
+        tokens = random_prompt(next(iter(runners.values())).model, whole + max(options.prompts), seed=i + 1)
         for name in turns(list(runners), i):
-            run = one_round(runners[name], tokens, length, options)
-            rounds[name] += [run] if i >= 0 else []
-            print(f"{length} tokens, {name}: {run}" + ("" if i >= 0 else " (warm-up)"), flush=True)
+            runs = one_round(runners[name], tokens, whole, options)
+            rounds[name] += runs if i >= 0 else []
+            print(f"{length} tokens, {name}: {runs[-1]}" + ("" if i >= 0 else " (warm-up)"), flush=True)
+        if i >= 0 and time.perf_counter() - begin > options.seconds:
+            break
     rows = []
     for name, runs in rounds.items():
         row: dict[str, Any] = {"length": length, "model": name}
         row |= {key: quartiles(run[key] for run in runs) for key in runs[0]}
         if name.startswith("ours"):
-            least = bound_seconds(runners[name].model.args, length, 1e9 * options.bandwidth)
+            model = runners[name].model
+            least = bound_seconds(model.args, length, 1e9 * options.bandwidth)
             row["decode / bound"] = [1 / (rate * least) for rate in reversed(row["decode"])]
+            row["peak / planned"] = max(run["peak"] for run in runs) / planned_bytes(model, length)
         rows.append(row)
     return rows
 
 
 def texts(row: dict[str, Any]) -> dict[str, str]:
     """Returns a row of the table."""
-    peak, bound = row["peak"][-1] / 1e9, row.get("decode / bound")
-    rates = {key: spread(row[key], 1) for key in row if key in ("prompt", "decode") or key.startswith("+")}
-    ends = {"peak GB": f"{peak:.3f}", "decode / bound": spread(bound) if bound else "-"}
-    return {"length": str(row["length"]), "model": row["model"], **rates, **ends}
+    peak, bound, share = row["peak"][-1] / 1e9, row.get("decode / bound"), row.get("peak / planned")
+    rates = {key: shown(row[key], 1) for key in row if key in ("prompt", "decode") or key.startswith("+")}
+    ends = {"peak GB": f"{peak:.3f}", "peak / planned": f"{share:.3f}" if share else "-"}
+    return {
+        **{"length": str(row["length"]), "model": row["model"], **rates, **ends},
+        "decode / bound": shown(bound) if bound else "-",
+    }
 
 
 def main() -> None:
@@ -119,6 +146,8 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=4800, help="of the memory, GB/s (%(default)s, an H200)")
     parser.add_argument("--tokens", type=int, default=64, help=f"decoded, more than {WARMUP + 1} (%(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="(%(default)s)")
+    parser.add_argument("--again", type=int, default=1, help="in a round, behind its prompt (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which a length has no more rounds")
     options = parser.parse_args()
     configure_mlx()
     config = variant_config(options)

@@ -2,10 +2,12 @@
 """Measures prompts whose experts are streamed: the time to the first token, and what the drive reads.
 
     scripts/bench/bench_prompt.py stream --model DIR --tokens 4096 16384 --share 0.25 [--spans 512 8192]
+        [--behind 0]
 
-Experts are read into a pool that is empty when a prompt of random tokens begins. The bound of its time is what the
-drive, measured just before and after by reads in random order, needs for the experts that the prompt uses, or what
-computing takes with everything resident, whichever is longer. Beside medians stand quartiles, ratios are taken within a
+Experts are read into a pool that is empty when a prompt of random tokens begins, or holds what the text before it left
+there (`--behind`). The bound of its time is what the drive, measured just before and after by reads in random order,
+needs for the experts that the prompt uses and the pool lacks, or what computing takes with everything resident,
+whichever is longer. Beside medians stand quartiles, ratios are taken within a
 round, and the last line is JSON.
 """
 
@@ -42,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     added.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
     added.add_argument("--rounds", type=int, default=3)
     added.add_argument("--share", type=float, default=0.25, help="of all experts that the pool holds")
+    added.add_argument("--behind", type=int, default=0, help="tokens of a text before it (%(default)s)")
     added.add_argument("--spans", type=int, nargs="+", default=[None], help="in turn; default: as planned")
     return made
 
@@ -55,9 +58,17 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def first_token(model: Model, prompt: list[int]) -> Callable[[], object]:
-    """Computes the prompt and one token after it."""
-    return lambda: next(generate_step(prompt, model, max_tokens=1))
+def text_of(model: Model, tokens: list[int]) -> list:
+    """Returns the caches of a text."""
+    text = model.make_cache()
+    if tokens:
+        next(generate_step(tokens, model, max_tokens=1, prompt_cache=text))
+    return text
+
+
+def first_token(model: Model, prompt: list[int], text: list) -> Callable[[], object]:
+    """Computes the prompt behind a text, and one token after it."""
+    return lambda: next(generate_step(prompt, model, max_tokens=1, prompt_cache=text))
 
 
 def open_for(options: argparse.Namespace, tokens: int, span: int | None = None, **more) -> Engine:
@@ -79,22 +90,26 @@ class Watched:
         self.used.update((layer, expert) for expert in np.unique(ids).tolist())
         return self._request(layer, ids)
 
-    def run(self, prompt: list[int]) -> dict:
-        """Computes one prompt with an empty pool."""
+    def run(self, prompt: list[int], before: list[int]) -> dict:
+        """Computes one prompt behind the text `before`, which begins with an empty pool."""
         self.experts.invalidate()
+        text = text_of(self.model, before)
+        self.experts.drain()
+        held = {key for pool in self.experts.pools for key in pool.records()}
         self.experts.reset_stats()
         self.used.clear()
-        before = bytes_read()
-        seconds = seconds_of(first_token(self.model, prompt))
+        read = bytes_read()
+        seconds = seconds_of(first_token(self.model, prompt, text))
         self.experts.drain()
+        missing = self.used - held
         return {
             "tokens": len(prompt),
             "span": self.span,
             "seconds": seconds,
             "loader_bytes": self.experts.stats.bytes_read,
-            "process_bytes": bytes_read() - before,
-            "used": len(self.used),
-            "used_bytes": used_bytes(self.experts, self.used),
+            "process_bytes": bytes_read() - read,
+            "used": len(missing),
+            "used_bytes": used_bytes(self.experts, missing),
             "waited": self.experts.stats.wait_seconds / seconds,
         }
 
@@ -112,14 +127,14 @@ def bytes_read() -> int:
 def stream(options: argparse.Namespace) -> dict:
     """measures prompts whose experts are read into a pool, against what the drive and computing allow"""
     packed = open_packed(options.model, ModelArgs.from_file(options.model))
-    pool, longest = int(options.share * packed.layout.total_bytes), max(options.tokens)
+    pool, longest = int(options.share * packed.layout.total_bytes), options.behind + max(options.tokens)
     streamed = [
         Watched(open_for(options, longest, span, expert_io="pread", expert_cache_bytes=pool)) for span in options.spans
     ]
     whole = resident_model(options, longest)
     rows = []
     for tokens in options.tokens:
-        rounds = stream_rounds(streamed, whole, packed, tokens, options.rounds)
+        rounds = stream_rounds(streamed, whole, packed, tokens, options)
         rows += [stream_row(rounds, i) for i in range(len(streamed))]
     print_table([stream_text(row) for row in rows])
     return {"bench": "stream", "model": str(options.model), "share": options.share, "pool": pool, "rows": rows}
@@ -136,14 +151,15 @@ def resident_model(options: argparse.Namespace, tokens: int) -> Model | None:
 
 
 def stream_rounds(
-    streamed: list[Watched], whole: Model | None, packed: PackedExperts, tokens: int, rounds: int
+    streamed: list[Watched], whole: Model | None, packed: PackedExperts, tokens: int, options: argparse.Namespace
 ) -> list[list[dict]]:
     """Runs each of `streamed` once per round. Before the rounds, each runs once without counting."""
     results = []
-    for i in range(-1, rounds):
-        prompt = random_prompt(streamed[0].model, tokens, seed=i + 1)
-        computing = None if whole is None else seconds_of(first_token(whole, prompt))
-        runs = {one: stream_run(one, prompt, computing, packed) for one in turns(streamed, i)}
+    for i in range(-1, options.rounds):
+        drawn = random_prompt(streamed[0].model, options.behind + tokens, seed=i + 1)
+        before, prompt = drawn[: options.behind], drawn[options.behind :]
+        computing = None if whole is None else seconds_of(first_token(whole, prompt, text_of(whole, before)))
+        runs = {one: stream_run(one, prompt, before, computing, packed) for one in turns(streamed, i)}
         for run in runs.values():
             print(
                 f"{tokens} tokens, span {run['span']}: {run['seconds']:.3f} s" + ("" if i >= 0 else " (warm-up)"),
@@ -153,13 +169,15 @@ def stream_rounds(
     return results
 
 
-def stream_run(one: Watched, prompt: list[int], computing: float | None, packed: PackedExperts) -> dict:
+def stream_run(
+    one: Watched, prompt: list[int], before: list[int], computing: float | None, packed: PackedExperts
+) -> dict:
     """Runs one prompt. Returns its figures, the drive's rate just before and after, and the ratio to the bound of its
     time.
     """
-    before = measure_disk(packed)
-    run = one.run(prompt)
-    rates = [before, measure_disk(packed)]
+    rate = measure_disk(packed)
+    run = one.run(prompt, before)
+    rates = [rate, measure_disk(packed)]
     reading = run["used_bytes"] / statistics.mean(rates)
     bound = max(reading, computing or 0.0)
     return {**run, "rates": rates, "reading": reading, "resident": computing, "ratio": run["seconds"] / bound}
