@@ -81,7 +81,6 @@ def error(layer, lengths):
     return worst
 
 
-@msl.needed
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_on_kernels(case):
     assert error(Layer(*CASES[case]), [50, 1, 1, 1]) < (3e-2 if CASES[case][-1] == mx.bfloat16 else 3e-5)
@@ -114,7 +113,6 @@ def test_a_row_of_an_image_has_its_bias():
     assert np.abs(made[1] - made[0]).max() < 3e-5 * np.abs(made[0]).max()
 
 
-@msl.needed
 def test_a_token_without_a_text():
     assert error(Layer(*CASES["clipped"]), [1, 1]) < 3e-5
 

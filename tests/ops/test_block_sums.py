@@ -70,7 +70,6 @@ def test_plain_operations(count):
     check_normed(count, 40, 3, mx.float32)
 
 
-@msl.needed
 @pytest.mark.parametrize("count, D, dtype", [(1, 40, mx.float32), (9, 1200, mx.float32), (4, 300, mx.bfloat16)])
 def test_a_token_on_kernels(count, D, dtype):
     with msl.launching():
@@ -79,7 +78,6 @@ def test_a_token_on_kernels(count, D, dtype):
         check_normed(count, D, 1 + count % 4, dtype)
 
 
-@msl.needed
 def test_more_sums_than_a_thread_has_registers_for():
     with msl.launching():
         assert not block_sums.refusal(backend.name(), 1, 32)

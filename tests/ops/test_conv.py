@@ -104,7 +104,6 @@ def tokens_on_the_kernel(sizes, dtype):
     return np.abs(np.array(outs[0].astype(mx.float32)) - want).max() / np.abs(want).max()
 
 
-@msl.needed
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize(
     "sizes, dtype, limit", [(SIZES, mx.float32, 1e-6), (WIDE, mx.float32, 1e-6), (WIDE, mx.bfloat16, 1e-2)]
@@ -114,7 +113,6 @@ def test_tokens_on_the_kernel(sizes, dtype, limit):
         assert tokens_on_the_kernel(sizes, dtype) < limit
 
 
-@msl.needed
 @pytest.mark.usefixtures("cpu_device")
 def test_the_kernel_continues_a_prompt():
     """The state that MLX's operations leave is the kernel's, and the other way round."""
@@ -148,7 +146,6 @@ def short_tokens(heads, dtype, adds):
     return worst
 
 
-@msl.needed
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("heads, dtype, adds", [(0, mx.float32, True), (6, mx.float32, False), (6, mx.bfloat16, True)])
 def test_convolutions_that_are_added_to_their_input(heads, dtype, adds):

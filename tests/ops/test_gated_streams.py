@@ -77,7 +77,6 @@ CASES = [
 ]
 
 
-@msl.needed
 @pytest.mark.parametrize("case", CASES)
 def test_a_token_on_kernels(monkeypatch, case):
     monkeypatch.setattr("moeflux_mlx.model.streams.normed_streams", None)  # the plain operations must not run
@@ -125,7 +124,6 @@ def check_messages(names, dtype=mx.float32, quant=None, D=128, rank=64):
         assert np.abs(wide(got) - want).max() < 2 * LIMITS[dtype] * np.abs(want).max()
 
 
-@msl.needed
 @pytest.mark.parametrize("names", [MIXERS, MLP])
 @pytest.mark.parametrize("dtype, quant", [(mx.float32, None), (mx.bfloat16, AFFINE)])
 def test_messages_on_kernels(monkeypatch, names, dtype, quant):
