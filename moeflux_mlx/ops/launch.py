@@ -42,6 +42,7 @@ TYPES = {
 # differently in two texts that must give the same bits. A text says metal::fma where it means one operation.
 UNFUSED = "#pragma METAL fp contract(off)\n"
 LEAST_NAMED = 64  # an Apple compiler dropped barriers of kernels that name at most 32 threads (MoltenVK issue 2711)
+ANY_THREADS = 256  # of NVIDIA's GPUs: with 255 registers each
 
 Shape = tuple[int, ...]
 Built = Callable[..., list[mx.array]]  # a compiled kernel: MLX's object, or what a stand-in makes
@@ -212,9 +213,8 @@ class Kernel:
         digest = hashlib.sha256("\0".join([first, *texts]).encode()).hexdigest()[:16]
         name = f"moeflux_{self.name}{self.form}_{threads}_{digest}"
         if target == "cuda":
-            return KernelText(
-                name, names, outputs, "".join(map(_include, headers)), first + _include(f"{self.name}.metal")
-            )
+            header = "".join(map(_include, headers)) + threads_bound(threads)
+            return KernelText(name, names, outputs, header, first + _include(f"{self.name}.metal"))
         header = "".join([UNFUSED, *texts[:-1], threads_named(threads)])
         return KernelText(name, names, outputs, header, first + source)
 
@@ -242,6 +242,14 @@ class Kernel:
 def threads_named(threads: int) -> str:
     """The end of a header that makes Metal's compiler use few enough registers for `threads` threads."""
     return f"[[max_total_threads_per_threadgroup({max(threads, LEAST_NAMED)})]]\n"
+
+
+def threads_bound(threads: int) -> str:
+    """The same for CUDA, where MLX begins a kernel with __global__. It is for odd numbers of warps only: of nine, three
+    share 16,384 registers, and CUDA's compiler expects two. The others start as it makes them.
+    """
+    bounds = f"__location__(global) __launch_bounds__({threads})"
+    return f"#undef __global__\n#define __global__ {bounds}\n" if threads > ANY_THREADS and threads % 128 else ""
 
 
 def _include(name: str) -> str:

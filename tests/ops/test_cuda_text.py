@@ -3,6 +3,7 @@
 It needs NVIDIA's compiler: pip install '.[nvrtc]'.
 """
 
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,8 +16,9 @@ from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.model.tensors import needed, stored_as
 from moeflux_mlx.opening.kernel_cache import NVRTC, programs_of
 from moeflux_mlx.opening.random_weights import Shapes
+from moeflux_mlx.ops import launch
 from moeflux_mlx.ops.kernel_files import Compiler, Program
-from moeflux_mlx.ops.launch import KernelText
+from moeflux_mlx.ops.launch import KernelText, ceildiv
 from moeflux_mlx.ops.tiles import CODE
 from moeflux_mlx.quant import AFFINE_BITS, GGUF_MODES, Quant, Quantization
 from moeflux_mlx.spec import ModelArgs
@@ -27,7 +29,7 @@ FORMS += [Quant(4, 32, "mxfp4"), Quant(8, 32, "mxfp8"), Quant(4, 16, "nvfp4")]
 FORMS += [Quant(GGUF_MODES[name].bits, GGUF_MODES[name].group_size, name) for name in ("q3_k", "q4_k", "q6_k")]
 VARIANTS = ("cogito-v2-671b", "gpt-oss-20b", "minimax-m2-230b-a10b", "laguna-xs-2.1-33b", "step-3.5-flash-196b")
 VARIANTS += ("gemma-4-26b-a4b", "glm-5.3-flash-321b", "qwen3.8-flash-next-125b", "deepseek-v4-flash")
-VARIANTS += ("nemotron-3-super-120b-a12b", "deepseek-v3.2", "lfm2-8b-a1b")
+VARIANTS += ("nemotron-3-super-120b-a12b", "deepseek-v3.2", "lfm2-8b-a1b", "hunyuan-a13b-80b")
 CASES = [("qwen3.6-35b-a3b", form) for form in FORMS] + [(variant, Quant(4, 64)) for variant in VARIANTS]
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(TOOLKIT is None, reason="pip install '.[nvrtc]' brings a compiler")]
@@ -51,6 +53,22 @@ def test_every_kernel_compiles(variant, form, compiler):
     with ThreadPoolExecutor() as pool:
         compiled = list(pool.map(compiler.compile, wanted))
     assert wanted and not [one.function for one, code in zip(wanted, compiled, strict=True) if code is None]
+    assert not [one.function for one, code in zip(wanted, compiled, strict=True) if not may_start(one.threads, code[1])]
+
+
+def may_start(threads, code):
+    """Whether a kernel's threads have enough registers: a quarter of a multiprocessor has 16,384, of which a warp takes
+    whole 256 (CUDA C++ Programming Guide, compute capabilities 8.0 to 9.0).
+    """
+    (count,) = re.findall(rb"\x04\x2f\x08\x00.{4}(.{4})", code, re.DOTALL)  # of the attribute EIATTR_REGCOUNT
+    warps = ceildiv(ceildiv(threads, 32), 4)
+    return warps * ceildiv(32 * int.from_bytes(count, "little"), 256) * 256 <= 16384
+
+
+def test_a_kernel_with_too_many_registers_is_noticed(compiler, monkeypatch):
+    monkeypatch.setattr(launch, "ANY_THREADS", 1024)
+    with pytest.raises(AssertionError, match="expert_down_combine"):
+        test_every_kernel_compiles("hunyuan-a13b-80b", Quant(4, 64), compiler)
 
 
 def test_an_error_in_the_source_is_reported(compiler):
