@@ -274,7 +274,8 @@ def test_a_late_token_is_turned_as_many_are(host):
     q, kv = layer.draw()
     keys, target = layer.key.stored(), "metal" if msl.AVAILABLE else "cuda"
     sizes, types = (3, 3 * 20, 44, 80, 256), (q.dtype, q.dtype)
-    query, *_ = latent.plan_row(target, sizes, types, None, (keys.form, keys.form), (5, False, False), (8, True), None, None)
+    given = None, (keys.form, keys.form), (5, False, False), (8, True), None, None
+    query, *_ = latent.plan_row(target, sizes, types, *given)
     positions, numbers = mx.array([late, late, 256, late], mx.int32), (0.1, 1.0, 0.3)
     norms = layer.queries.up.norm.weight, layer.norm.weight
     inputs = layer.queries(q), kv, *norms, layer.rope.periods, positions, *numbers
