@@ -23,7 +23,7 @@ from ..ops.rows import AnyCache, StepRows, begin_row
 from ..ops.seen import Chosen
 from ..spec import ModelArgs
 from .compiled import DecodeStep, by_case
-from .feed_forward import feed_forward_of
+from .feed_forward import MoEBetweenStreams, feed_forward_of
 from .moe import BeforeExperts, MoE
 from .ngrams import NGramLayer
 from .residual import (
@@ -195,10 +195,11 @@ class DecoderLayer(nn.Module):
 
     @property
     def may_be_queued(self) -> bool:
-        """Whether it may be queued ahead of its choice (`optimistic`): its experts are this process's, and every sum at
-        its end is part of a kernel, so that no bit depends on which layers share a graph.
+        """Whether it may be queued ahead of its choice (`optimistic`): its experts are this process's, and behind their
+        kernels there is at most an addition, so that no bit depends on which layers share a graph.
         """
-        if type(self.mlp) is not MoE or type(self.residual) is not OneStream or self._reads_tokens or self._values:
+        is_plain = type(self.mlp) in (MoE, MoEBetweenStreams) and type(self.residual) in (OneStream, NormedApart)
+        if not is_plain or self._reads_tokens or self._values:
             return False
         experts = self.mlp.experts
         return isinstance(experts, FromTables) and experts.reads_tables(self.mlp.layer, self.mlp.rule.top_k)
