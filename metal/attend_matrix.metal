@@ -110,6 +110,13 @@
   while (base < stop) {
     const uint following = base + SG * 16;
     float score[4] = {0, 0, 0, 0};
+    float bias[4];  // of head `quad`, whose rows beyond GH nobody reads
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint i = 0; i < 4; i++) {
+      const uint age = offset - low - (base + 2 * third + i / 2 * 8 + i % 2);
+      const uint at = (head + metal::min(quad, uint(GH - 1))) * EXTENT;
+      bias[i] = EXTENT && age < EXTENT ? float(biases[at + age]) : 0.0f;
+    }
     MLX_MTL_PRAGMA_UNROLL
     for (uint step = 0; step < KEY_STEPS; step++) {
       const uint4 query = *(const threadgroup uint4*)(queries + quad * ROW + 32 * step + 8 * third);
@@ -142,7 +149,7 @@
       const ushort from = ushort(8 * third + 4 * (i % 2) + quad / 2);
       const float even = simd_shuffle(score[i / 2 * 2], from), odd = simd_shuffle(score[i / 2 * 2 + 1], from);
       const uint position = base + 2 * third + i / 2 * 8 + i % 2;
-      weight[i] = position < stop ? (quad % 2 ? odd : even) * scale[0] : NONE;
+      weight[i] = position < stop ? ((quad % 2 ? odd : even) + bias[i]) * scale[0] : NONE;
       most = metal::fmax(most, weight[i]);
     }
     most = metal::fmax(most, simd_shuffle_xor(most, ushort(1)));
@@ -203,7 +210,7 @@
     for (uint i = lane; has_own && i < D; i += 32) {
       score = metal::fma(float(queries[h * ROW + i]), own_key[i], score);
     }
-    score = has_own ? lane_sum<32>(score) * scale[0] : NONE;
+    score = has_own ? (lane_sum<32>(score) + (EXTENT ? float(biases[(head + h) * EXTENT]) : 0.0f)) * scale[0] : NONE;
     const float highest = lane < SG ? largest_of[lane * 8 + h] : lane == SG ? score : NONE;
     const float most = simd_max(highest), share = metal::fast::exp(highest - most);
     const float whole = lane_sum<32>(lane < SG ? share * total_of[lane * 8 + h] : lane == SG ? share : 0.0f);

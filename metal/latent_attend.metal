@@ -1,10 +1,10 @@
 // needs: codes.h.metal dense.h.metal lane.h.metal seen.h.metal
 // Latent attention of one token (MLA), up to the sum over pieces of the context (latent_combine.metal). All H heads
 // share the latent and the rotated key of a position. Those of position p < begun are at place p of latents[capacity,
-// N] and keys[capacity, R]; those of later positions are at place p - begun of recent[RECENT, N + R]. The token has
+// N] and keys[capacity, R], if WINDOW is set at place p % capacity; those of later positions are at place p - begun of recent[RECENT, N + R]. The token has
 // position offset; its own are token[N + R]. positions = offset, begun, capacity, and the rotary position. query[H, N +
-// R] float is already scaled. The token sees all positions up to its own, or those of TOP blocks in `chosen`
-// (seen.h.metal).
+// R] float is already scaled. The token sees the newest WINDOW positions (0: all) up to its own, or those of
+// TOP blocks in `chosen` (seen.h.metal).
 //
 // For each piece of P visible positions, stats[., PIECE, 2] float gets the largest score and the sum of exp(score -
 // largest), and parts[., PIECE, N] float the sum of the latents with these weights. PIECE is H, or the number of heads
@@ -23,8 +23,8 @@
   const uint tid = thread_index_in_threadgroup;
   const uint piece = threadgroup_position_in_grid.x;
   const uint head = threadgroup_position_in_grid.y * GH;
-  const uint offset = uint(positions[0]), begun = uint(positions[1]);
-  const uint top = piece * P;
+  const uint offset = uint(positions[0]), begun = uint(positions[1]), capacity = uint(positions[2]);
+  const uint top = first_seen<WINDOW, 0>(offset) + piece * P;
   const uint visible = seen_count<TOP, RATIO, OWN>(offset);
   if (top >= visible) {
     return;
@@ -50,8 +50,9 @@
     const uint i = metal::min(top + e * (P / EACH) + tid / ACROSS, visible - 1);  // nobody reads the scores beyond
     const uint at = seen_position<TOP, RATIO, OWN>(chosen, i, offset);
     const device X* later = at < offset ? recent + (at - begun) * ROW : token;
-    row[e] = at < begun ? latents + size_t(at) * N : later;
-    tail[e] = at < begun ? keys + size_t(at) * R : later + N;
+    const size_t place = WINDOW ? at % capacity : at;
+    row[e] = at < begun ? latents + place * N : later;
+    tail[e] = at < begun ? keys + place * R : later + N;
     for (uint h = 0; h < GH; h++) {
       score[e * GH + h] = 0;
     }
@@ -117,7 +118,7 @@
       const uint at = seen_position<TOP, RATIO, OWN>(chosen, top + i, offset);
       const device X* later = at < offset ? recent + (at - begun) * ROW : token;
       float value[8];
-      codes_x8((at < begun ? latents + size_t(at) * N : later) + column, value);
+      codes_x8((at < begun ? latents + size_t(WINDOW ? at % capacity : at) * N : later) + column, value);
       MLX_MTL_PRAGMA_UNROLL
       for (uint k = 0; k < GH * 8; k++) {
         acc[k] = metal::fma(weights[i * GH + k / 8], value[k % 8], acc[k]);

@@ -88,13 +88,13 @@ class LayerSpec:
     @property
     def may_be_queued(self) -> bool:
         """Whether it may be queued ahead of its choice (`model/optimistic.py`), where kernels read its experts: the
-        choice needs no token ids, its mixer has no experts of its own, and every sum at its end is part of a kernel, so
-        that no bit depends on which layers share a graph.
+        choice needs no token ids, its mixer has no experts of its own, and behind their kernels there is at most an
+        addition, so that no bit depends on which layers share a graph.
         """
         part, around = self.feed_forward, self.residual
         if not isinstance(part, Experts) or self.mixer.ngrams is not None or self.mixer.experts is not None:
             return False
-        if around.connections is not None or around.output_norms or around.adds_itself:
+        if around.connections is not None or around.output_norms or around.convolved or around.weighed is not None:
             return False
         has_own_sums = part.latent is not None or part.scales_input or (part.shared is not None and part.shared.normed)
         return part.router.table is None and not part.router.shared and not has_own_sums

@@ -128,16 +128,15 @@ class MoEBetweenStreams(MoE):
 
     keeps_stream: ClassVar[bool] = False
 
-    def choose(self, residual: Array, norm: RMSNorm | None, predict: bool, *more: Array | None) -> BeforeExperts:
-        before = super().choose(residual, norm, predict, *more)
-        return before._replace(residual=zeros_like(residual))
-
     def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Array | None = None) -> tuple[Array, ...]:
         """As `MoE.prepare`, without `residual`."""
         return super().prepare(residual, norm, tokens)[1:]
 
     def finish_span(self, parts: Sequence[Array]) -> Pieces[Array]:
         return super().finish_span([zeros_like(parts[0]), *parts])
+
+    def _added_to(self, residual: Array, x: Array) -> Array:
+        return zeros_like(x).reshape(*residual.shape[:-1], -1)
 
 
 class LatentMoEBetweenStreams(MoEBetweenStreams, LatentMoE):

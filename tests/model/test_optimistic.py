@@ -78,10 +78,11 @@ def run(model, tokens):
 
 
 CASES = [(family, records) for family in ("qwen3_moe", "qwen3_5_moe", "deepseek_v3") for records in (None, 40, 6)]
+# Families whose layers hand choices on, or add the experts' output apart; as many records as a token has in all layers.
+FEW = [("glm_moe_dsa", 8), ("axk2", 6), ("cohere2_moe", 12)]
 
 
-# 8 records: a token's experts in all layers.
-@pytest.mark.parametrize("case, in_buffers", drawn([*CASES, ("glm_moe_dsa", 8)], [False, True]))
+@pytest.mark.parametrize("case, in_buffers", drawn([*CASES, *FEW], [False, True]))
 def test_same_bits_and_counts_as_with_a_wait_for_each_choice(case, in_buffers, monkeypatch):
     family, records = case
     monkeypatch.setattr(pool_reads, "RESERVE", 0)  # otherwise other records go

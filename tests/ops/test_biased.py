@@ -8,6 +8,7 @@ from floats import wide
 from metal import msl
 from moeflux_mlx.kinds import QueryLog
 from moeflux_mlx.layers import RMSNorm
+from moeflux_mlx.mixers.grouped import op
 from moeflux_mlx.mixers.grouped.biased_op import attend_biased
 from moeflux_mlx.mixers.grouped.module import HeadClip
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery, RelativeBias
@@ -84,6 +85,37 @@ def error(layer, lengths):
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_on_kernels(case):
     assert error(Layer(*CASES[case]), [50, 1, 1, 1]) < (3e-2 if CASES[case][-1] == mx.bfloat16 else 3e-5)
+
+
+@pytest.fixture
+def matrix_units(monkeypatch):
+    """The harness runs the text that a launch on CUDA has, with few pieces of several turns each."""
+    monkeypatch.setitem(op.MATRIX, "metal", (64, 256))
+    op.plan.cache_clear()
+    yield
+    op.plan.cache_clear()
+
+
+@pytest.mark.usefixtures("matrix_units")
+@pytest.mark.parametrize("switches", [(None, 24, True), (33, 33, False), (20, 200, True)])
+def test_tokens_on_matrix_units(switches):
+    assert error(Layer(*switches, mx.bfloat16), [150, 1, 1]) < 3e-2
+
+
+@msl.needed
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("age < EXTENT ? float(biases[at + age])", "age < EXTENT - 2 ? float(biases[at + age])"),
+        ("uint age = offset - low", "uint age = offset"),
+        ("(head + metal::min(quad, uint(GH - 1))) * EXTENT", "head * EXTENT"),
+        ("+ (EXTENT ? float(biases[(head + h) * EXTENT]) : 0.0f)", ""),
+    ],
+)
+@pytest.mark.usefixtures("matrix_units")
+def test_a_planted_fault_in_the_text_for_matrix_units_is_caught(monkeypatch, old, new):
+    msl.plant(monkeypatch, "attend_matrix.metal", old, new)
+    assert error(Layer(33, 33, False, mx.bfloat16), [150, 1, 1]) > 3e-2
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "bfloat16"])

@@ -1,6 +1,7 @@
 """The kernels for one token's latent attention compared with float64, and the cache that gets its entries."""
 
 import contextlib
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +14,7 @@ from metal import fast, msl
 from moeflux_mlx.kinds import QueryScale, Rotation, Yarn
 from moeflux_mlx.layers import RMSNorm
 from moeflux_mlx.mixers.latent import op as latent
-from moeflux_mlx.mixers.latent.cache import LatentCache
+from moeflux_mlx.mixers.latent.cache import make_caches
 from moeflux_mlx.mixers.latent.spec import Latent
 from moeflux_mlx.ops.forms import settings, unpacked_float32
 from moeflux_mlx.ops.matrix import Part
@@ -55,7 +56,7 @@ class Layer:
         self.tokens, self.sinks = [], None
 
     def cache(self):
-        return LatentCache(self.part)
+        return make_caches(self.part)[0]
 
     def normal(self, *shape):
         return mx.array(self.rng.normal(size=shape).astype(np.float32)).astype(self.dtype)
@@ -85,6 +86,7 @@ class Layer:
 
     def run(self, parts, cache, seen=None):
         more = {"norm": self.norm, "rope": self.rope, "scale": 0.3, "sinks": self.sinks, "seen": seen}
+        more["window"] = self.part.window
         return latent.attend_latent(*parts, cache, self.queries, self.key, self.value, **more)
 
     def turned(self, x, position):
@@ -121,7 +123,7 @@ class Layer:
             self.fill(cache, before)
         for _ in range(steps):
             got = self.feed(cache)
-        want = self.want()
+        want = self.want(slice(-(self.part.window or 0), None))
         return np.abs(wide(got) - want).max() / np.abs(want).max()
 
 
@@ -186,6 +188,35 @@ def test_a_token_that_attends_to_chosen_blocks(host, before, count, ratio, has_o
     assert cache.offset == before + 1
 
 
+def with_window(window):
+    layer = Layer(*CASES["values"])
+    layer.part = replace(layer.part, window=window)
+    return layer
+
+
+@pytest.mark.parametrize("window, before, steps", [(20, 15, 8), (20, 300, 2), (150, 149, 34), (150, 700, 1)])
+def test_a_window(host, window, before, steps):
+    """Checks lengths around the window, one or two pieces of it, and before and after its ring is full."""
+    assert with_window(window).error(before, steps) < LIMITS[mx.float32]
+
+
+@msl.needed
+@pytest.mark.parametrize(
+    "file, old, new",
+    [
+        ("latent_attend", "place = WINDOW ? at % capacity : at", "place = at % 8"),
+        ("latent_attend", "WINDOW ? at % capacity : at) * N", "at % 8) * N"),
+        ("latent_attend", "first_seen<WINDOW, 0>(offset) + piece", "piece"),
+        ("latent_combine", "- first_seen<WINDOW, 0>(offset) - 1", "- 1"),
+        ("seen.h", "offset + 1 - WINDOW : 0", "offset - WINDOW : 0"),
+    ],
+)
+def test_planted_faults_of_a_window_are_caught(host, monkeypatch, file, old, new):
+    msl.plant(monkeypatch, f"{file}.metal", old, new)
+    with contextlib.suppress(msl.Failure):
+        assert not with_window(20).error(300, 2) < LIMITS[mx.float32]
+
+
 @pytest.mark.usefixtures("both_builds")
 def test_bits_do_not_depend_on_where_entries_lie(host):
     """The bits do not depend on the capacity either."""
@@ -243,7 +274,8 @@ def test_a_late_token_is_turned_as_many_are(host):
     q, kv = layer.draw()
     keys, target = layer.key.stored(), "metal" if msl.AVAILABLE else "cuda"
     sizes, types = (3, 3 * 20, 44, 80, 256), (q.dtype, q.dtype)
-    query, *_ = latent.plan_row(target, sizes, types, None, (keys.form, keys.form), (5, False, False), (8, True), None)
+    given = None, (keys.form, keys.form), (5, False, False), (8, True), None, None
+    query, *_ = latent.plan_row(target, sizes, types, *given)
     positions, numbers = mx.array([late, late, 256, late], mx.int32), (0.1, 1.0, 0.3)
     norms = layer.queries.up.norm.weight, layer.norm.weight
     inputs = layer.queries(q), kv, *norms, layer.rope.periods, positions, *numbers

@@ -338,7 +338,7 @@ def plan_row(
     abreast = max(n for n in range(1, HEADS + 1) if shared % n == 0)
     longest = 128 if width <= 128 or target == "cuda" else 64
     positions = longest // types[0].size  # of a piece: keys of up to 16 KB, on CUDA of 32 KB
-    has_units = types[0].size == 2 and (types[2] != mx.uint8 or value_width % 64 == 0) and not extent
+    has_units = types[0].size == 2 and (types[2] != mx.uint8 or value_width % 64 == 0)
     matrix = MATRIX.get(target) if has_units else None
     most_pieces = MOST_PIECES
     if matrix:

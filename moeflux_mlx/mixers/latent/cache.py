@@ -27,7 +27,7 @@ def make_caches(mixer: Latent) -> tuple[LayerCache, ...]:
 
 def _takes_steps(part: Latent) -> bool:
     """Whether there are kernels for a token alone of the attention, and of its indexer."""
-    takes = latent.takes_step(part.latent, part.rotated, part.window)
+    takes = latent.takes_step(part.latent, part.rotated)
     return takes and (part.rule is None or index.takes_step(part.rule))
 
 

@@ -201,20 +201,20 @@ def attend_latent(
         [B, L, heads * v]
     """
     (B, L), rotated = q.shape[:2], rope.dims if rope else 0
-    sizes = kv.shape[-1] - rotated, rotated, window
+    sizes = kv.shape[-1] - rotated, rotated
     if isinstance(cache, StepRows):
         has_kernels = kernels_take(q, refusal, True, *sizes)
 
         def compute(rows: StepRows, q: mx.array, kv: AnyArray) -> AnyArray:
             given = queries, key, value, norm, rope, scale
             if has_kernels:
-                return _on_kernels(q, kv, rows, *given, sinks=sinks)
+                return _on_kernels(q, kv, rows, *given, sinks=sinks, window=window)
             own: Any = {"norm": norm, "rope": rope, "scale": scale, "sinks": sinks, "window": window}
             return attend_latent(q, kv, rows.cache, *given[:3], **own)
 
         return cache.each((q, kv), compute, has_kernels)
     if kernels_take(q, refusal, B * L == 1, *sizes):
-        return _on_kernels(q, kv, StepRows([cache]), queries, key, value, norm, rope, scale, sinks, seen)
+        return _on_kernels(q, kv, StepRows([cache]), queries, key, value, norm, rope, scale, sinks, seen, window)
     q, matrices = queries.scaled(queries(q), cache.position), Matrices(key, value, scale, sinks, window)
     q_nope, q_pe, latent, k_pe = parts_of(q, kv, norm, rope, cache.position)
     if isinstance(q, np.ndarray):
@@ -255,20 +255,16 @@ def parts_of(
 # ---- the kernels for the rows of a step
 
 
-def takes_step(latent: int, rotated: int, window: int | None) -> bool:
-    """Whether single tokens with latents and rotated keys of such widths, and a window, take the kernels here."""
-    return not refusal(backend.name(), True, latent, rotated, window)
+def takes_step(latent: int, rotated: int) -> bool:
+    """Whether single tokens with latents and rotated keys of such widths take the kernels here."""
+    return not refusal(backend.name(), True, latent, rotated)
 
 
 @planned("latent")
-def refusal(target: str, is_alone: bool, latent: int, rotated: int, window: int | None = None) -> Reason | None:
-    """Why the kernels do not attend for a token alone, or for several, with latents and keys of such widths, and a
-    window.
-    """
+def refusal(target: str, is_alone: bool, latent: int, rotated: int) -> Reason | None:
+    """Why the kernels do not attend for a token alone, or for several, with latents and keys of such widths."""
     if not is_alone:
         return SEVERAL
-    if window is not None:
-        return Reason(f"they see all positions, not {window}")
     if latent > WIDEST or _abreast(1, latent + rotated) != 1:
         return Reason(f"latents of {latent} and keys of {rotated} values do not fit a threadgroup")
     return Reason(f"widths {latent} and {rotated} are not multiples of 8") if latent % 8 or rotated % 8 else None
@@ -292,6 +288,7 @@ def _on_kernels(
     scale: float,
     sinks: mx.array | None = None,
     seen: SeenBlocks | None = None,
+    window: int | None = None,
 ) -> AnyArray:
     """`attend_latent` for a row of each of several sequences: [1, R, heads * v]."""
     up, keys, values, form = queries.up, key.stored(), value.stored(), queries.form
@@ -313,6 +310,7 @@ def _on_kernels(
         (values.rows, keys.transposed, sinks is not None),
         (0, False) if rope is None else (rope.dims, rope.interleaved),
         None if seen is None else seen.sizes,
+        window,
     )
     periods, magnitude = (norm.weight, 1.0) if rope is None else (rope.periods, rope.magnitude)
     norms = q_norm.weight, norm.weight
@@ -372,11 +370,12 @@ def plan_row(
     matrices: tuple[int, bool, bool],
     rotation: tuple[int, bool],
     seen: SeenSizes | None,
+    window: int | None,
 ) -> tuple[Launch, Launch, Launch]:
-    """The launches for one row. `seen`: of the blocks that a token sees; None: it sees all positions."""
+    """The launches for one row. `seen`: of the blocks that a token sees, or the `window`; None: all positions."""
     (heads, height, columns, row, capacity), (v, transposed, has_sinks), (dims, interleaved) = sizes, matrices, rotation
     blocks = seen or SEEING_ALL
-    X, N, P = types[0], row - dims, ceildiv(blocks.most or capacity + RECENT, PIECE)
+    X, N, P = types[0], row - dims, ceildiv(window or blocks.most or capacity + RECENT, PIECE)
     read = form or Form(DEFAULT, X)
     common, (threads, lanes) = {"X": X, "H": heads, "N": N, "R": dims}, SHAPES[target]
     made = common | {"W": types[1], "COLS": columns, "NOPE": height // heads - dims, "T": threads, "L": lanes}
@@ -386,10 +385,11 @@ def plan_row(
     kernel = Kernel("latent_query", QUERY_INPUTS, "query token", read.header)
     query = Launch(target, kernel, made, (heads + 1, 1), threads, out)
     abreast = _abreast(heads, row)
-    made = common | blocks.template | {"GH": abreast, "P": PIECE, "PIECE": heads, "T": ATTENDING}
+    common |= blocks.template | {"WINDOW": window or 0}
+    made = common | {"GH": abreast, "P": PIECE, "PIECE": heads, "T": ATTENDING}
     out = [((P, heads, N), mx.float32), ((P, heads, 2), mx.float32), ((RECENT, row), X)]
     attend = Launch(target, ATTEND, made, (P, heads // abreast), ATTENDING, out)
-    made = common | blocks.template | {"V": v, "P": PIECE, "PIECE": heads, "T": threads} | stored_template(stored[1])
+    made = common | {"V": v, "P": PIECE, "PIECE": heads, "T": threads} | stored_template(stored[1])
     made |= {"SINKS": int(has_sinks)}
     return query, attend, Launch(target, COMBINE, made, (heads, 1), threads, [((1, 1, heads * v), X)])
 
