@@ -179,9 +179,11 @@ def test_ranks(run, model):
     assert report
 
 
-def test_our_side_beside_llama_cpp(model):
-    timed = importlib.import_module("bench_llama_turns").ours(argparse.Namespace(gpu=False, model=model))
-    assert timed("decode", 2) > 0 < timed("prompt", 8)
+@pytest.mark.parametrize("gpu", [False, True])
+def test_our_side_beside_llama_cpp(model, gpu):
+    options = argparse.Namespace(gpu=gpu, model=model, share=None, prompt=[600], tokens=2)
+    timed = importlib.import_module("bench_llama_turns").ours(options)
+    assert all(timed(what, count) > 0 for what, count in (("decode", 2), ("prompt", 600), ("behind", 2)))
 
 
 def test_llama_cpp_writes_and_reads_the_same_shapes(model, tmp_path):

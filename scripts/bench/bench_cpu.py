@@ -62,6 +62,7 @@ class Runner:
 
     def start(self, length: int) -> None:
         """Runs `length` tokens of the prompt into a new cache. Our model computes the logits of the last one."""
+        assert length <= len(self.prompt)
         self.cache = new_cache(self.model)
         tokens = mx.array(self.prompt[:length])
         if isinstance(self.model, Model):

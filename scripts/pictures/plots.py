@@ -58,7 +58,8 @@ def curves(figure: dict) -> list[str]:
         parts.append(f'<polyline points="{placed}" fill="none" stroke="{colour}" stroke-width="2"/>')
         for x, y in line if below.get(name, 0) is not None else ():
             anchor = "end" if x == xs[-1] else "middle"
-            parts.append(words(right(x), up(y) + below.get(name, -7), f"{y:.2g}{unit}", anchor))
+            label = f"{y:,.0f}" if y >= 100 else f"{y:.2g}"
+            parts.append(words(right(x), up(y) + below.get(name, -7), label + unit, anchor))
     return parts
 
 
