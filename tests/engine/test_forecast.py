@@ -64,9 +64,9 @@ RECORDED = {
 }
 
 
-QUEUED = {"qwen3-30b-a3b": 8, "qwen3.6-35b-a3b": 8, "gpt-oss-20b": 4}
+QUEUED = {"qwen3-30b-a3b": 8, "a.x-k2-light-20b": 8, "qwen3.6-35b-a3b": 8, "gpt-oss-20b": 4}
 # With own sums behind parts or experts, several streams, or shared experts that are weighed, layers are not queued.
-WAITING = "a.x-k2-light-20b", "beam-501b-a23b", "nemotron-3-super-120b-a12b", "llama-4-scout-109b-a17b"
+WAITING = "beam-501b-a23b", "nemotron-3-super-120b-a12b", "llama-4-scout-109b-a17b"
 WAITING += "glm-5.3-flash-321b", "inkling-small-276b-a12b"
 
 
