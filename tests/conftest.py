@@ -195,6 +195,18 @@ def host():
 
 
 @pytest.fixture
+def matrix_units(monkeypatch):
+    """Attention takes the text that a launch on CUDA has, with few pieces of several turns each."""
+    from moeflux_mlx.mixers.grouped import op
+
+    for target in ("cuda", "metal"):
+        monkeypatch.setitem(op.MATRIX, target, (64, 256))
+    op.plan.cache_clear()
+    yield
+    op.plan.cache_clear()
+
+
+@pytest.fixture
 def small_products(monkeypatch):
     """Our kernels also multiply matrices that are so small that MLX's own product is as fast."""
     from moeflux_mlx.ops import linear

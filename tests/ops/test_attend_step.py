@@ -147,13 +147,10 @@ def test_a_token_matches_oracle(host, case, dtype):
 
 
 @pytest.fixture
-def way(request, host, monkeypatch):
-    """The harness runs the text that a launch on Metal has, or that on CUDA, with few pieces of several turns each."""
+def way(request, host):
+    """The harness runs the text that a launch on Metal has, or that on CUDA."""
     if getattr(request, "param", "matrix") == "matrix":
-        monkeypatch.setitem(attend.MATRIX, backend.name(), (64, 256))
-    attend.plan.cache_clear()
-    yield
-    attend.plan.cache_clear()
+        request.getfixturevalue("matrix_units")
 
 
 @pytest.mark.parametrize("case, dtype, lengths", drawn(CASES, [mx.bfloat16, mx.float16], [[1], [31, 1], [300, 1, 1]]))

@@ -8,7 +8,6 @@ from floats import wide
 from metal import msl
 from moeflux_mlx.kinds import QueryLog
 from moeflux_mlx.layers import RMSNorm
-from moeflux_mlx.mixers.grouped import op
 from moeflux_mlx.mixers.grouped.biased_op import attend_biased
 from moeflux_mlx.mixers.grouped.module import HeadClip
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery, RelativeBias
@@ -85,15 +84,6 @@ def error(layer, lengths):
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_on_kernels(case):
     assert error(Layer(*CASES[case]), [50, 1, 1, 1]) < (3e-2 if CASES[case][-1] == mx.bfloat16 else 3e-5)
-
-
-@pytest.fixture
-def matrix_units(monkeypatch):
-    """The harness runs the text that a launch on CUDA has, with few pieces of several turns each."""
-    monkeypatch.setitem(op.MATRIX, "metal", (64, 256))
-    op.plan.cache_clear()
-    yield
-    op.plan.cache_clear()
 
 
 @pytest.mark.usefixtures("matrix_units")
