@@ -7,9 +7,10 @@ from functools import partial
 import numpy as np
 
 from ..ops.backend import AnyArray, Array, join
+from ..ops.expert_rows import refusal
 from ..ops.records import Records
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
-from ..ops.value_experts import ValueRows, step_values
+from ..ops.value_experts import ValueRows, prompt_values, step_values
 from .source import ExpertLoader
 
 
@@ -33,9 +34,11 @@ class ValuesOf:
         return self.source.whole(self.number) is not None
 
     def __call__(self, x: AnyArray, ids: AnyArray, weights: AnyArray) -> AnyArray:
-        if len(x) > MAX_TOKENS:
-            return self._of_prompt(x, np.array(ids), weights)
         whole = self.source.whole(self.number)
+        if len(x) > MAX_TOKENS:
+            if whole is None or isinstance(x, np.ndarray) or refusal(x.dtype, whole.record):
+                return self._of_prompt(x, np.array(ids), weights)
+            return prompt_values(x, ids, weights, whole)
         if whole is not None:
             return step_values(x, ids, weights, whole)
         parts, host = -(-len(x) // LEASED_TOKENS), np.array(ids)

@@ -86,12 +86,22 @@ def expert_rows(x: mx.array, starts: mx.array, source: mx.array, slots: mx.array
     Raises:
         RequestError: a shape or dtype the kernels do not take.
     """
+    act = _rows(x, starts, source, slots, records, source.shape[0], False)
+    return down_rows(act, starts, slots, records)
+
+
+def down_rows(act: mx.array, starts: mx.array, slots: mx.array, records: Records) -> mx.array:
+    """The last product of `expert_rows`: [P, rows of a matrix] of the row in each place of act [P, columns]."""
+    return _rows(act, starts, starts, slots, records, len(act), True)
+
+
+def _rows(
+    x: mx.array, starts: mx.array, source: mx.array, slots: mx.array, records: Records, pairs: int, is_last: bool
+) -> mx.array:
     memory, blob, arrays = records.inputs()
-    sizes = backend.name(), blob, slots.shape[0], source.shape[0], x.dtype, records.record
-    first, last = (plan_rows(*sizes, is_last, arrays) for is_last in (False, True))
-    assert not isinstance(first, Reason) and not isinstance(last, Reason)
-    act = first(x, *memory, slots, starts, source)[0]
-    return last(act, *memory, slots, starts, source)[0]
+    launch = plan_rows(backend.name(), blob, slots.shape[0], pairs, x.dtype, records.record, is_last, arrays)
+    assert not isinstance(launch, Reason)
+    return launch(x, *memory, slots, starts, source)[0]
 
 
 @planned("expert_rows", 256)

@@ -1,8 +1,9 @@
 """Values of chosen matrices: the sum of silu(W x) over a token's experts, weighed (IFM's K2 Horizon, MoVA).
 
 The matrices are records. In a step the kernels of the routed experts' last product read them in place, a row for each
-pair of a token and an expert. In a prompt the CPU does the same with the pairs of each expert, and MLX multiplies all
-rows of an expert by a copy of its matrix. A pair's product depends on nothing else, so records may come in any groups.
+pair of a token and an expert. In a prompt the CPU does the same with the pairs of each expert, and so do a GPU's
+kernels (`expert_rows`); where they do not run, MLX multiplies all rows of an expert by a copy of its matrix. A pair's
+product depends on nothing else, so records may come in any groups.
 """
 
 from typing import Any, cast
@@ -14,6 +15,7 @@ from . import backend
 from .backend import AnyArray, Array, computes_at_once, library_of, of_kind
 from .dequantize import dense
 from .elementwise import sigmoid
+from .expert_rows import down_rows, refusal, sort_by_expert, starts_of
 from .experts import each_down, expert_down_combine, of_kinds
 from .grouped import NATIVE_ROWS, combined
 from .linear import multiply
@@ -35,6 +37,15 @@ def _weighed(products: AnyArray, where: AnyArray, weights: AnyArray) -> AnyArray
     """[T, rows] of products [P, rows] and `where` each of a token's is, int32 [T, K]."""
     act = products * sigmoid(products)
     return combined(act, where, weights, backend.zeros_like(act, (len(where), act.shape[1])), None)
+
+
+def prompt_values(x: mx.array, ids: mx.array, weights: mx.array, records: Records) -> mx.array:
+    """[T, rows] of a prompt's rows by the kernels, where the records of all experts are there: nothing waits for the
+    ids [T, K].
+    """
+    starts, source, places = sort_by_expert(ids, records.blob.shape[0])
+    every = backend.arange(records.blob.shape[0], mx)
+    return _weighed(down_rows(x[source], starts, every, records), places, weights)
 
 
 class ValueRows:
@@ -64,6 +75,11 @@ class ValueRows:
         """The products of the tokens of `some` of the experts, which are next; `slots` are those of their records."""
         if computes_at_once(self._x):
             self._made += self._native(some, slots, records)
+            return self._made[-1]
+        if not refusal(self._x.dtype, records.record):
+            own = self._rows(self._ends[some.start], self._ends[some.start + len(slots)])
+            starts = mx.array(starts_of(self._counts[some]))
+            self._made.append(down_rows(own, starts, mx.array(slots.astype(np.int32)), records))
             return self._made[-1]
         for first in range(0, len(slots), COPIED):
             self._made.append(self._copied(some.start + first, slots[first : first + COPIED], records))

@@ -17,7 +17,7 @@ from moeflux_mlx.ops.tiles import TILES, using
 
 # By default one family of each form of experts: alone, beside a shared one, with biases, and without a gate.
 FAMILIES = {"qwen3_moe": True, "qwen3_5_moe": False, "deepseek_v3": True, "gpt_oss": True, "nemotron_h": True}
-FAMILIES |= {"glm4_moe": False, "minimax_m2": False}
+FAMILIES |= {"glm4_moe": False, "minimax_m2": False, "k2_horizon": False}
 
 
 def logits_of(model):

@@ -29,17 +29,12 @@ CASES = {  # texts, positions before, new ones, heads, kv heads, widths of keys 
 }
 
 
-@pytest.fixture
-def small(host, monkeypatch):
-    """Threadgroups that fit into the memory of every GPU, short pieces, and two numbers of them."""
-
-    def many(groups):
-        monkeypatch.setattr(span_op, "sizes_here", lambda: span_op.SpanSizes(16, 128, groups, 64))
-
-    return many
+def small(groups):
+    """Returns sizes with threadgroups that fit into the memory of every GPU, and short pieces."""
+    return span_op.SpanSizes(16, 128, groups, 64)
 
 
-def attended(B, before, L, heads, kv_heads, D, V, dtype):
+def attended(B, before, L, heads, kv_heads, D, V, dtype, sizes=None):
     """Returns the result of a span and that of float64."""
     rng = np.random.default_rng([before, L])
     q, k, v, *earlier = (
@@ -54,7 +49,7 @@ def attended(B, before, L, heads, kv_heads, D, V, dtype):
     cache = make_caches(GroupedQuery(heads, kv_heads, D, Rotation(32, 1e4), value_dim=V))[0]
     if before:
         cache.append(*earlier)
-    got = span_op.attend_span(q, k, v, cache, TERMS)
+    got = span_op.attend_span(q, k, v, cache, TERMS, sizes)
     assert cache.offset == before + L
     keys, values = (np.repeat(wide(one)[:, :, : before + L], heads // kv_heads, axis=1) for one in cache.state[:2])
     scores = TERMS.scale * wide(q) @ keys.swapaxes(2, 3)
@@ -69,10 +64,9 @@ def error(*case):
 
 
 @pytest.mark.parametrize("case, dtype, groups", drawn(CASES, LIMITS, [1, 40]))
-def test_a_span_matches_oracle(small, case, dtype, groups):
+def test_a_span_matches_oracle(host, case, dtype, groups):
     """In one piece of the positions, and in several."""
-    small(groups)
-    assert error(*CASES[case], dtype) < LIMITS[dtype]
+    assert error(*CASES[case], dtype, small(groups)) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
@@ -125,10 +119,9 @@ FAULTS = {
 
 @msl.needed
 @pytest.mark.parametrize("name", one_in_three(FAULTS))
-def test_planted_fault_is_caught(small, monkeypatch, name):
+def test_planted_fault_is_caught(host, monkeypatch, name):
     file, old, new = FAULTS[name]
     msl.plant(monkeypatch, f"{file}.metal", old, new)
-    small(40)
     with contextlib.suppress(msl.Failure):
         assert any(
             not error(*CASES[case], mx.float16) < LIMITS[mx.float16] for case in ("odd lengths", "several texts")

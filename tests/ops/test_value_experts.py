@@ -1,20 +1,24 @@
 """Values of chosen matrices: the ways of computing them, and each row by itself."""
 
 import tracemalloc
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from tile_choices import Chosen
 
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.kinds import Router
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.opening.random_weights import random_records
-from moeflux_mlx.ops import native
+from moeflux_mlx.ops import backend, native
 from moeflux_mlx.ops.dequantize import dense
+from moeflux_mlx.ops.expert_rows import refusal
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.ops.records import Records
-from moeflux_mlx.ops.value_experts import ValueRows, step_values
+from moeflux_mlx.ops.tiles import TILES, using
+from moeflux_mlx.ops.value_experts import ValueRows, prompt_values, step_values
 from moeflux_mlx.planning.memory_plan import Demand, value_temporaries
 from moeflux_mlx.quant import Quant
 
@@ -107,3 +111,17 @@ def test_groups_of_a_prompts_experts_change_no_bit(kind):
         records = Records(np.array(records.memory), records.record)
     made = [np.array(of_prompt(kind(x), ids, kind(weights), records, group)) for group in (1, 4, COUNT)]
     assert np.array_equal(made[0], made[1]) and np.array_equal(made[0], made[2])
+
+
+@pytest.mark.parametrize("quant", FORMS[:2])
+def test_kernels_multiply_a_prompts_rows(host, quant):
+    """With all experts there, and in groups: the same bits."""
+    records, (x, ids, weights) = records_of(quant), given(40)
+    with using(Chosen({"prompt_experts": replace(TILES[backend.name()]["prompt_experts"], kernel=1)})):
+        assert not refusal(mx.bfloat16, records.record)
+        rows, of_ids, shares = mx.array(x, mx.bfloat16), mx.array(ids), mx.array(weights)
+        made = np.array(prompt_values(rows, of_ids, shares, records).astype(mx.float32))
+        others = [np.array(of_prompt(rows, ids, shares, records, group).astype(mx.float32)) for group in (2, COUNT)]
+    assert all(np.array_equal(made, other) for other in others)
+    wanted = obvious(np.array(rows.astype(mx.float32)), ids, weights, records)
+    assert np.abs(made - wanted).max() < 1e-2 * np.abs(wanted).max()

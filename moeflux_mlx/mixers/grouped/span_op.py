@@ -60,12 +60,14 @@ def span_refusal(target: str, widths: tuple[int, int], dtype: mx.Dtype, limited:
     return Reason(f"head width {odd[0]} is above {WIDEST} or no multiple of 64") if odd else None
 
 
-def attend_span(q: mx.array, k: mx.array, v: mx.array, cache: Positions, terms: Terms) -> mx.array:
+def attend_span(
+    q: mx.array, k: mx.array, v: mx.array, cache: Positions, terms: Terms, sizes: SpanSizes | None = None
+) -> mx.array:
     """[B, L, heads, V] of prepared queries [B, heads, L, D] and keys [B, kv heads, L, D], and of values [B, L, kv
-    heads, V], which are appended to the cache.
+    heads, V], which are appended to the cache. `sizes`: None means those of this machine's GPU.
     """
     keys, values, count = cache.append(k, v.transpose(0, 2, 1, 3))
-    sizes = sizes_here()
+    sizes = sizes or sizes_here()
     heads = q.shape, keys.shape[1], values.shape[-1]
     rows, combine = span_plan(backend.name(), *heads, q.dtype, ceildiv(count, sizes.least), sizes)
     positions = mx.array([count - 1, q.shape[2], keys.shape[2], *[0] * 5], mx.int32)
@@ -101,5 +103,4 @@ def span_plan(
 
 @cache
 def sizes_here() -> SpanSizes:
-    """Those of this machine's GPU."""
     return SIZES.get(int(mx.device_info().get("compute_capability_major", 0)), OTHERS)
