@@ -23,7 +23,7 @@ from ..model.decoder import Model
 from ..model.span import Span
 from ..state.prompt_file import Fingerprint, PromptHeader, load_prompt, save_prompt
 from ..state.prompt_store import PromptStore, restore_prefix
-from ..state.rewind import RewindPoints
+from ..state.rewind import RewindPoints, after
 from ..text.boundaries import shared_length
 from ..text.tokenizer import TokenizerWrapper
 from .decoding import Decoding
@@ -331,6 +331,8 @@ class Session:
         start, self.half = len(self.tokens), None
         if self.drafts is not None:
             self.drafts.begin(prompt)
+        if half is None and any(start < end <= after(start) for end in ends):
+            self.points.keep(start)
         keep = self._worth_keeping(len(prompt), ends)
         self.points.set_apart(len(keep) * self._state_bytes())
         return Prefill(

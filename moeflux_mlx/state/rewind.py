@@ -15,6 +15,14 @@ from ..caches.layer_cache import Arrays, LayerCache
 # A state at the end of a message stays where others have neighbours that are this many times as far apart, because an
 # edited text differs from there on.
 END_WORTH = 4
+# So many tokens behind the start of a prompt no state is kept, but that at the start: the prompt would be cut, and a few
+# tokens take as long as many. The end of an answer is that near to the end of its message.
+NEAR = 16
+
+
+def after(start: int) -> int:
+    """The position behind which a prompt that begins at `start` may be cut to keep a state."""
+    return start + NEAR if start else 0
 
 
 class RewindPoints:
@@ -56,12 +64,12 @@ class RewindPoints:
 
         Those of `wanted` come first, the last ones before the others; then, as far as there is room beside them, one
         every so many tokens, or further apart. What is kept already makes room, but for the ends of messages
-        and the last state.
+        and the last state. `start` stands for a wanted one that is `NEAR`.
         """
         if self.can_trim:
             return []
         room = max(self.max_bytes - self.set_aside, 0) // state_bytes
-        inside = sorted({position for position in wanted if start < position <= end})
+        inside = sorted({position for position in wanted if after(start) < position <= end})
         chosen = set(inside[-room:] if room else [])
         before = max((kept for kept in self._kept if kept <= start), default=0)
         first = before + every * ((start - before) // every + 1)

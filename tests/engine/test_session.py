@@ -95,7 +95,17 @@ def test_states_are_kept_at_regular_distances():
     assert session.points.positions == [16, 32, 48, N - 1]
     assert check(session, text()[:50] + [1, 2]).memory == 48
     list(session.respond(text(), max_tokens=40))
-    assert session.points.positions == [16, 32, 48, N - 1, N + 15, N + 31]
+    assert session.points.positions == [16, 32, 48, N + 4, N + 20, N + 36], "the prompt's end is near to its start, 48"
+
+
+def test_a_turn_is_not_cut_near_its_start():
+    """The answer's end serves as its message's end, which is a few tokens later; the turn's own end is kept."""
+    session = make(RECURRENT)
+    check(session, text())
+    known, turn = len(session.tokens), [*session.tokens, *text(40, 1)]
+    check(session, turn, boundaries=[known + 2, known + 35])
+    assert session.points.positions == [N - 1, known, known + 35] and known in session.points.ends
+    assert check(session, [*turn[: known + 8], *text(9, 2)]).memory == known
 
 
 def test_the_same_prompt_again_computes_one_token():
@@ -420,7 +430,7 @@ def test_a_loaded_text_has_no_rows_of_the_earlier_text(tmp_path):
 def test_positions_are_chosen_within_the_room(room, start, length, wanted, every):
     points = RewindPoints(fake_caches(), room * 32)
     chosen = points.choose(start, start + length, wanted, every, 32)
-    inside = sorted({n for n in wanted if start < n <= start + length})
+    inside = sorted({n for n in wanted if rewind.after(start) < n <= start + length})
     assert chosen == sorted(set(chosen)) and all(start < n <= start + length for n in chosen)
     assert len(chosen) <= room and set(inside[-room:] if room else []) <= set(chosen)
     if len(inside) < room and any(n not in inside for n in range(start + 1, start + length) if n % every == 0):
@@ -479,9 +489,9 @@ def test_states_where_messages_end_are_dropped_last():
     session = make(RECURRENT, checkpoint_every=8)
     session.points.max_bytes = 5 * session._state_bytes()
     check(session, text(40), boundaries=[18, 21])
-    check(session, [*session.tokens, *text(20, 1)], boundaries=[47])
-    assert {18, 21, 47} <= set(session.points.positions)
-    assert check(session.fork(47), [*session.tokens[:22], 7]).memory == 21
+    check(session, [*session.tokens, *text(30, 1)], boundaries=[65])
+    assert {18, 21, 65} <= set(session.points.positions)
+    assert check(session.fork(65), [*session.tokens[:22], 7]).memory == 21
 
 
 def test_states_are_dropped_when_others_need_their_memory():
