@@ -86,20 +86,6 @@ class LayerSpec:
     passes: int = 1
 
     @property
-    def may_be_queued(self) -> bool:
-        """Whether it may be queued ahead of its choice (`model/optimistic.py`), where kernels read its experts: the
-        choice needs no token ids, its mixer has no experts of its own, and behind their kernels there is at most an
-        addition, so that no bit depends on which layers share a graph.
-        """
-        part, around = self.feed_forward, self.residual
-        if not isinstance(part, Experts) or self.mixer.ngrams is not None or self.mixer.experts is not None:
-            return False
-        if around.connections is not None or around.output_norms or around.convolved or around.weighed is not None:
-            return False
-        has_own_sums = part.latent is not None or part.scales_input or (part.shared is not None and part.shared.normed)
-        return part.router.table is None and not part.router.shared and not has_own_sums
-
-    @property
     def row_width(self) -> int:
         """The width of the rows that every token makes in its feed-forward part."""
         return max(self.feed_forward.widths, default=0) if self.feed_forward else 0

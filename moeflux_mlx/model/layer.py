@@ -23,7 +23,7 @@ from ..ops.rows import AnyCache, StepRows, begin_row
 from ..ops.seen import Chosen
 from ..spec import ModelArgs
 from .compiled import DecodeStep, by_case
-from .feed_forward import feed_forward_of
+from .feed_forward import MoEBetweenStreams, feed_forward_of
 from .moe import BeforeExperts, MoE
 from .ngrams import NGramLayer
 from .residual import (
@@ -109,7 +109,6 @@ class DecoderLayer(nn.Module):
         if spec.mixer.ngrams is not None:
             self.ple = NGramLayer(spec.mixer.ngrams, *sizes, layer)
         self._reads_tokens = self.mlp.reads_tokens or spec.mixer.ngrams is not None
-        self._kind_may_be_queued = spec.may_be_queued
         self._step: Callable[[bool, tuple[bool, ...]], DecodeStep] | None = None
 
     def again(self, layer: int, queries: MessageQueries) -> "DecoderLayer":
@@ -196,10 +195,11 @@ class DecoderLayer(nn.Module):
 
     @property
     def may_be_queued(self) -> bool:
-        """Whether it may be queued ahead of its choice (`optimistic`): its kind may, and its experts are this
-        process's, in records that kernels read.
+        """Whether it may be queued ahead of its choice (`optimistic`): its experts are this process's, and behind their
+        kernels there is at most an addition, so that no bit depends on which layers share a graph.
         """
-        if not self._kind_may_be_queued or not isinstance(self.mlp, MoE):
+        is_plain = type(self.mlp) in (MoE, MoEBetweenStreams) and type(self.residual) in (OneStream, NormedApart)
+        if not is_plain or self._reads_tokens or self._values:
             return False
         experts = self.mlp.experts
         return isinstance(experts, FromTables) and experts.reads_tables(self.mlp.layer, self.mlp.rule.top_k)

@@ -3,10 +3,9 @@
 A token's weights and state are read at the products' rate. If attention computes for longer than it reads, as on a CPU,
 this is its time. A token and each of its layers have their own seconds, for launches and the host. A GPU reads while
 the host prepares the next launches, so the root of the sum of their squares is taken, near which measured tokens lie. A
-streamed layer waits for its router, so its seconds are added. A GPU is given layers ahead of their choice, and those
-whose experts are all in memory take what a resident one does: if a share h of the requests finds its expert, h^k of the
-layers, where a token uses k experts of each. Experts that are not in memory are read from the disk, after the products;
-a GPU reads some from the host's memory. Nothing here measures, and the same inputs give the same forecast.
+streamed layer waits for its router, so its seconds are added. Experts that are not in memory are read from the disk,
+after the products; a GPU reads some from the host's memory. Nothing here measures, and the same inputs give the same
+forecast.
 """
 
 import math
@@ -38,7 +37,6 @@ class TokenWork:
         state: bytes of caches that it reads and writes.
         layers: number of layers that it passes; `moe_layers` of them have experts.
         attended: multiply-adds of its attention.
-        queued: number of experts that it uses of a layer, if a GPU is given layers ahead of their choice; else 0.
     """
 
     dense: int
@@ -47,7 +45,6 @@ class TokenWork:
     layers: int
     moe_layers: int
     attended: float = 0.0
-    queued: int = 0
 
     @classmethod
     def of(cls, args: ModelArgs, dense: int, routed: int, positions: int, itemsize: int) -> "TokenWork":
@@ -55,9 +52,7 @@ class TokenWork:
         caches = each_cache(args.mixer_counts)
         state = sum(count * cache.step_bytes(positions, itemsize) for cache, count in caches)
         attended = sum(count * mixer.attended(1, positions) for mixer, count in args.mixer_counts.items())
-        visits, moe_layers = len(args.visits), sum(map(args.passes_of, args.moe_layers))
-        queued = args.num_experts_per_tok * all(args.layers[number].may_be_queued for number in args.moe_layers)
-        return cls(dense, routed, state, visits, moe_layers, attended, queued)
+        return cls(dense, routed, state, len(args.visits), sum(map(args.passes_of, args.moe_layers)), attended)
 
 
 @dataclass(frozen=True)
@@ -97,11 +92,9 @@ def forecast(work: TokenWork, rates: Rates, share: float, hits: float, from_host
     is_streamed = share < 1
     moved = (work.dense + work.routed) / rates.products
     moved += max(work.state / rates.products, work.attended / rates.attention)
-    found = hits**work.queued if work.queued and rates.overlaps else 0.0
-    waiting = work.moe_layers * is_streamed * (1 - found)
-    host = rates.token + (work.layers - waiting) * rates.layer
+    host = rates.token + (work.layers - work.moe_layers * is_streamed) * rates.layer
     seconds = math.hypot(host, moved) if rates.overlaps else host + moved
-    seconds += waiting * rates.streamed_layer
+    seconds += work.moe_layers * is_streamed * rates.streamed_layer
     seconds += from_host * work.routed / HOST_RATE
     seconds += (1 - hits) * work.routed / (READ_SHARE * rates.disk) if is_streamed else 0
     return Forecast(1 / seconds / SPREAD, 1 / seconds, SPREAD / seconds)

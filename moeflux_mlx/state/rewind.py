@@ -15,7 +15,7 @@ from ..caches.layer_cache import Arrays, LayerCache
 # A state at the end of a message stays where others have neighbours that are this many times as far apart, because an
 # edited text differs from there on.
 END_WORTH = 4
-# So many tokens behind the start of a prompt no state is kept, but that at the start: the prompt would be cut, and a few
+# So many tokens behind the start of a prompt no state is kept but that at the start: the prompt would be cut, and a few
 # tokens take as long as many. The end of an answer is that near to the end of its message.
 NEAR = 16
 
