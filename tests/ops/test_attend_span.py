@@ -10,10 +10,13 @@ from grids import drawn, one_in_three
 
 from metal import msl
 from moeflux_mlx.kinds import Rotation
-from moeflux_mlx.mixers.grouped import op, span_op
+from moeflux_mlx.layers import Weight
+from moeflux_mlx.mixers.grouped import op
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.grouped.terms import Terms
+from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.registry import make_caches
+from moeflux_mlx.ops import attend_span as span_op
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.stand_ins import standing_in
 
@@ -49,8 +52,7 @@ def attended(B, before, L, heads, kv_heads, D, V, dtype, sizes=None):
     cache = make_caches(GroupedQuery(heads, kv_heads, D, Rotation(32, 1e4), value_dim=V))[0]
     if before:
         cache.append(*earlier)
-    got = span_op.attend_span(q, k, v, cache, TERMS, sizes)
-    assert cache.offset == before + L
+    got = span_op.attend_span(q, *cache.append(k, v.swapaxes(1, 2)), TERMS.scale, sizes)
     keys, values = (np.repeat(wide(one)[:, :, : before + L], heads // kv_heads, axis=1) for one in cache.state[:2])
     scores = TERMS.scale * wide(q) @ keys.swapaxes(2, 3)
     scores = np.where(np.arange(before + L) <= before + np.arange(L)[:, None], scores, -np.inf)
@@ -87,19 +89,56 @@ def test_which_spans_it_takes():
     assert all(span_op.span_refusal(*other) for other in others)
 
 
-@pytest.mark.parametrize("width, names", [(256, ["attend_span", "attend_combine"]), (128, [])])
-def test_cuda_runs_it_for_wide_heads(width, names):
-    run = []
+class Recording:
+    """Stands in for CUDA; `run` has the names of the kernels that were launched."""
 
-    def build(kernel, *_):
-        run.append(kernel.name)
+    def __init__(self):
+        self.run = []
+
+    def build(self, kernel, *_):
+        self.run.append(kernel.name)
         return lambda output_shapes, output_dtypes, **_: list(map(mx.zeros, output_shapes, output_dtypes))
 
-    q, k = mx.zeros((1, 4, 3, width), mx.float16), mx.zeros((1, 2, 3, width), mx.float16)
-    cache = make_caches(GroupedQuery(4, 2, width, Rotation(64, 1e4)))[0]
-    with standing_in(backend="cuda", build=build):
-        assert op.attend_in_parts(q, k, k.swapaxes(1, 2), cache, TERMS).shape == (1, 3, 4, width)
-    assert run == names
+
+BOTH = ["attend_span", "attend_combine"]
+
+
+@pytest.mark.parametrize("width, before, L, names", [(256, 0, 3, BOTH), (128, 0, 3, []), (128, span_op.LONG, 3, BOTH)])
+def test_cuda_runs_it_for_wide_heads_and_short_turns_behind_long_texts(width, before, L, names):
+    cuda, cache = Recording(), make_caches(GroupedQuery(4, 2, width, Rotation(64, 1e4)))[0]
+    if before:
+        cache.append(*[mx.zeros((1, 2, before, width), mx.float16)] * 2)
+    q, k = mx.zeros((1, 4, L, width), mx.float16), mx.zeros((1, 2, L, width), mx.float16)
+    with standing_in(backend="cuda", build=cuda.build):
+        assert op.attend_in_parts(q, k, k.swapaxes(1, 2), cache, TERMS).shape == (1, L, 4, width)
+    assert cuda.run == names
+
+
+def latents(heads, nope, rope, V, L, N):
+    """Returns the inputs of attention over expanded latents."""
+    rng, weights = np.random.default_rng(nope), Weight(heads * (nope + V), 64)
+    weights.weight = mx.array(rng.normal(size=weights.weight.shape) / 8, mx.float16)
+    key, values = (latent.HeadMatrices(weights, heads, rows) for rows in (slice(None, nope), slice(nope, None)))
+    shapes = (1, heads, L, nope), (1, heads, L, rope), (1, 1, N, 64), (1, 1, N, rope)
+    rows = (
+        mx.zeros(shape, mx.float16) if N > 1000 else mx.array(rng.normal(size=shape), mx.float16) for shape in shapes
+    )
+    return *rows, "causal", latent.Matrices(key, values, 0.17)
+
+
+def test_expanded_latents_are_heads_with_own_keys(host):
+    given = latents(3, 32, 32, 64, 37, 90)
+    made, wanted = (wide(compute(*given)) for compute in (latent.of_heads_fused, latent.of_heads_ops))
+    assert np.abs(made - wanted).max() < 4e-3 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("N, turns", [(40, 1), (1 << 20, 4)])
+def test_cuda_runs_it_for_expanded_latents_a_few_heads_at_a_time(N, turns):
+    cuda, given = Recording(), latents(4, 128, 64, 128, 20, N)
+    with standing_in(backend="cuda", build=cuda.build):
+        assert latent.expanded_ops(*given).shape == (1, 4, 20, 128)
+        assert latent.expanded_ops(*given[:4], None, given[5]).shape == (1, 4, 20, 128)
+    assert cuda.run == turns * BOTH
 
 
 FAULTS = {

@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...ops import backend, gpu_time, native
+from ...ops.attend_span import attend_span, takes_span
 from ...ops.backend import AnyArray, Array, kernels_take, native_takes, of_kind, stack, view
 from ...ops.causal_parts import in_parts
 from ...ops.elementwise import sigmoid
@@ -40,7 +41,6 @@ from ...ops.rope import angles, has_axes
 from ...ops.rows import ALONE, RowArgument, RowSizes, StepRows
 from ...ops.seen import SEEING_ALL, SeenBlocks, SeenSizes
 from ...ops.tiles import planned
-from .span_op import attend_span, span_refusal
 from .terms import Terms
 
 ATTEND_STEP = Kernel(
@@ -136,9 +136,9 @@ def attend_in_parts(
     scores, of its q, k and v, its rows, places and mask, as `in_parts` yields them, and the number of positions.
     """
     B, _, L, D = q.shape
-    limited = terms.window is not None or terms.sinks is not None
-    if part_of is None and L > 1 and not span_refusal(backend.name(), (D, v.shape[-1]), q.dtype, limited):
-        return attend_span(q, k, v, cache, terms)
+    limited, widths = terms.window is not None or terms.sinks is not None, (D, v.shape[-1])
+    if part_of is None and takes_span(widths, q.dtype, L, cache.offset + L, limited):
+        return attend_span(q, *cache.append(k, v.transpose(0, 2, 1, 3)), terms.scale)
     k, v = cache.update_and_fetch(k, v.transpose(0, 2, 1, 3))  # [B, heads, L, D]
     parts: list[mx.array] = []
     sinks = None if terms.sinks is None else terms.sinks.astype(q.dtype)

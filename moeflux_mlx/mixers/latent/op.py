@@ -16,6 +16,7 @@ import numpy as np
 
 from ...kinds import QueryFactor
 from ...ops import backend, gpu_time, native
+from ...ops.attend_span import attend_span, takes_span
 from ...ops.backend import AnyArray, Array, kernels_take, library_of, stack, view
 from ...ops.causal_parts import in_parts
 from ...ops.elementwise import split
@@ -49,6 +50,7 @@ WIDEST = 8 * 256  # columns of the latents, of which each thread of latent_query
 PIECE, ATTENDING = 128, 128  # positions and threads of one that attends
 HEADS = 8  # heads of a threadgroup, if its memory is large enough
 ABSORB_AT_MOST = 8  # query rows; beyond, expanding costs fewer multiplications than attending over 512-wide latents
+SPAN_VALUES = 1 << 28  # of keys and values of the heads that are attended to at a time
 AttentionMask = mx.array | str | None
 
 
@@ -418,18 +420,34 @@ def expanded_ops(
     mask: AttentionMask,
     matrices: Matrices,
 ) -> mx.array:
-    """On Metal, a few heads at a time, because one product would expand all latents to the keys of all heads."""
-    heads, positions = q_nope.shape[1], latent.shape[2]
-    most = gpu_time.rows_at_once(latent.shape[-1], positions * (q_nope.shape[-1] + matrices.value.height))
-    if most is None or most >= heads:
-        return _of_heads_ops(q_nope, q_pe, latent, k_pe, mask, matrices)
-    parts = []
+    """A few heads at a time: on Metal because one product would expand all latents to the keys of all heads, for
+    `attend_span` because keys are copied beside their rotated parts.
+    """
+    (_, heads, L, nope), positions, V = q_nope.shape, latent.shape[2], matrices.value.height
+    limited = not isinstance(mask, str) or matrices.window is not None or matrices.sinks is not None
+    widths = nope + q_pe.shape[-1], V
+    fused = takes_span(widths, q_nope.dtype, L, positions, limited)
+    most = gpu_time.rows_at_once(latent.shape[-1], positions * (nope + V))
+    most = max(SPAN_VALUES // (positions * sum(widths)), 1) if fused else most or heads
+    compute, parts = of_heads_fused if fused else of_heads_ops, list[mx.array]()
     for some in (slice(start, start + most) for start in range(0, heads, most)):
-        parts.append(_of_heads_ops(q_nope[:, some], q_pe[:, some], latent, k_pe, mask, matrices.of(some)))
-    return mx.concatenate(parts, axis=1)
+        own = matrices if most >= heads else matrices.of(some)
+        parts.append(compute(q_nope[:, some], q_pe[:, some], latent, k_pe, mask, own))
+        if fused:
+            gpu_time.in_turn(L, parts)
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
 
-def _of_heads_ops(
+def of_heads_fused(
+    q_nope: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, _: AttentionMask, matrices: Matrices
+) -> mx.array:
+    k, v = (one.multiply(latent, transpose=True) for one in (matrices.key, matrices.value))  # [B, heads, N, .]
+    k = mx.concatenate([k, mx.broadcast_to(k_pe, (*k.shape[:3], k_pe.shape[-1]))], axis=-1)
+    out = attend_span(mx.concatenate([q_nope, q_pe], axis=-1), k, v, k.shape[2], matrices.scale)
+    return out.swapaxes(1, 2)
+
+
+def of_heads_ops(
     q_nope: mx.array,
     q_pe: mx.array,
     latent: mx.array,

@@ -1,7 +1,8 @@
-"""Grouped-query attention of many new positions with heads wider than MLX's fused attention takes, on CUDA.
+"""Attention of many new positions on CUDA, where MLX's fused attention does not take the heads or uses a part of the
+GPU only.
 
-MLX keeps all scores of such heads (`causal_parts`). Here a launch keeps none. Where a span has too few rows for the
-whole GPU, the positions are cut into pieces, and a second launch sums them; the cuts depend on sizes only.
+Of heads wider than 128, MLX keeps all scores (`causal_parts`). Here a launch keeps none. Where a span has too few rows
+for the whole GPU, the positions are cut into pieces, and a second launch sums them; the cuts depend on sizes only.
 """
 
 from dataclasses import replace
@@ -10,17 +11,17 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ...ops import backend
-from ...ops.launch import MOST_THREADS, Kernel, Launch, Reason, Shape, ceildiv
-from ...ops.positions import Positions
-from ...ops.seen import SEEING_ALL
-from ...ops.tiles import planned
-from .terms import Terms
+from . import backend
+from .launch import MOST_THREADS, Kernel, Launch, Reason, Shape, ceildiv
+from .seen import SEEING_ALL
+from .tiles import planned
 
 ATTEND_SPAN = Kernel("attend_span", "q keys values scale positions", "out", units="matrix")
 SPAN_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
 FUSED, WIDEST = 128, 256  # the widest heads of MLX's attention, and of the kernel
-MOST = 32  # pieces of the positions
+MOST = 32  # pieces of the positions, where there are several
+# A span of few rows behind so many positions: MLX's attention, which does not cut them, has two to three times as long.
+FEW, LONG = 127, 1 << 15
 
 
 class SpanSizes(NamedTuple):
@@ -43,14 +44,21 @@ class SpanSizes(NamedTuple):
 SIZES, OTHERS = {9: SpanSizes(128)}, SpanSizes(32)
 
 
+def takes_span(widths: tuple[int, int], dtype: mx.Dtype, rows: int, count: int, limited: bool) -> bool:
+    """Whether `attend_span` takes `rows` new positions, of `count` in all, as `span_refusal` has the others."""
+    return rows > 1 and not span_refusal(backend.name(), widths, dtype, limited, rows <= FEW and count >= LONG)
+
+
 @planned("attend_span")
-def span_refusal(target: str, widths: tuple[int, int], dtype: mx.Dtype, limited: bool) -> Reason | None:
+def span_refusal(
+    target: str, widths: tuple[int, int], dtype: mx.Dtype, limited: bool, is_slow: bool = False
+) -> Reason | None:
     """Why MLX's attention is used for a span with heads of these widths of keys and values. `limited`: whether a query
-    sees a window or a chunk only, or the softmax has sinks.
+    sees a window or a chunk only, or the softmax has sinks. `is_slow`: whether MLX's is slow for so many positions.
     """
     if target != "cuda":
         return Reason("no Apple GPU has run the kernel")
-    if max(widths) <= FUSED:
+    if max(widths) <= FUSED and not is_slow:
         return Reason(f"MLX's own is fused for heads up to {FUSED}")
     if limited:
         return Reason("there is a window, or sinks")
@@ -61,17 +69,20 @@ def span_refusal(target: str, widths: tuple[int, int], dtype: mx.Dtype, limited:
 
 
 def attend_span(
-    q: mx.array, k: mx.array, v: mx.array, cache: Positions, terms: Terms, sizes: SpanSizes | None = None
+    q: mx.array, keys: mx.array, values: mx.array, count: int, scale: float, sizes: SpanSizes | None = None
 ) -> mx.array:
-    """[B, L, heads, V] of prepared queries [B, heads, L, D] and keys [B, kv heads, L, D], and of values [B, L, kv
-    heads, V], which are appended to the cache. `sizes`: None means those of this machine's GPU.
+    """softmax(scale * q k) v of the newest of `count` positions: [B, L, heads, V].
+
+    Args:
+        q: [B, heads, L, D].
+        keys, values: [B, kv heads, capacity, D] and [.., V], with those of all positions, the newest included.
+        sizes: None means those of this machine's GPU.
     """
-    keys, values, count = cache.append(k, v.transpose(0, 2, 1, 3))
     sizes = sizes or sizes_here()
     heads = q.shape, keys.shape[1], values.shape[-1]
     rows, combine = span_plan(backend.name(), *heads, q.dtype, ceildiv(count, sizes.least), sizes)
     positions = mx.array([count - 1, q.shape[2], keys.shape[2], *[0] * 5], mx.int32)
-    (out,) = rows(q, keys, values, terms.scale, positions)
+    (out,) = rows(q, keys, values, scale, positions)
     return out if combine is None else combine(out, out, out, positions)[0]
 
 
@@ -84,7 +95,7 @@ def span_plan(
     """
     B, heads, L, D = queries
     groups = ceildiv(L * heads // kv_heads, sizes.threads // 2), kv_heads * B
-    most = min(MOST, 1 << max(sizes.groups // (groups[0] * groups[1]), 1).bit_length() - 1)
+    most = MOST if 4 * groups[0] * groups[1] <= sizes.groups else 1
     pieces = ceildiv(lengths, ceildiv(lengths, most))  # as piece_length of seen.h.metal
     whole = (B, L, heads, V), dtype
     template: dict[str, Any] = {"X": dtype, "D": D, "V": V, "P": sizes.least, "MOST": most}
