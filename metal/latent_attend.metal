@@ -1,10 +1,10 @@
 // needs: codes.h.metal dense.h.metal lane.h.metal seen.h.metal
 // Latent attention of one token (MLA), up to the sum over pieces of the context (latent_combine.metal). All H heads
-// share the latent and the rotated key of a position. Those of position p < begun are at place p of latents[capacity,
-// N] and keys[capacity, R], if WINDOW is set at place p % capacity; those of later positions are at place p - begun of recent[RECENT, N + R]. The token has
-// position offset; its own are token[N + R]. positions = offset, begun, capacity, and the rotary position. query[H, N +
-// R] float is already scaled. The token sees the newest WINDOW positions (0: all) up to its own, or those of
-// TOP blocks in `chosen` (seen.h.metal).
+// share the latent and the rotated key of a position. Those of position p < begun are at place p, or with a WINDOW at
+// place p % capacity, of latents[capacity, N] and keys[capacity, R]; those of later positions are at place p - begun of
+// recent[RECENT, N + R]. The token has position offset; its own are token[N + R]. positions = offset, begun, capacity,
+// and the rotary position. query[H, N + R] float is already scaled. The token sees the newest WINDOW positions (0: all)
+// up to its own, or those of TOP blocks in `chosen` (seen.h.metal).
 //
 // For each piece of P visible positions, stats[., PIECE, 2] float gets the largest score and the sum of exp(score -
 // largest), and parts[., PIECE, N] float the sum of the latents with these weights. PIECE is H, or the number of heads

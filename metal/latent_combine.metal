@@ -1,8 +1,8 @@
 // needs: lane.h.metal seen.h.metal stored.h.metal
 // out[H, V] X = each head's matrix of values [V, N] times the sum of the pieces of latent_attend.metal, each weighted
 // by its share of the sum of all exponentials. The matrix has codes w, scales and biases S (stored.h.metal).
-// positions[0] is the token's own position; WINDOW, TOP, RATIO and OWN give the number of positions that
-// it sees (seen.h.metal). If SINKS is 1, exp(sinks[H]) is part of the sum.
+// positions[0] is the token's own position; WINDOW, TOP, RATIO and OWN give the number of positions that it sees
+// (seen.h.metal). If SINKS is 1, exp(sinks[H]) is part of the sum.
 //
 // grid: (T * H, 1, 1), threadgroup (T, 1, 1). A thread first has a column of the latents. Then a simdgroup has EACH
 // rows of the matrix at a time.

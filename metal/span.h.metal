@@ -4,8 +4,9 @@
 // Rows lie there in parts of 64 columns, the part of all rows after one another. Of a part, a row's eight units of eight
 // values lie in an order that differs from row to row, so that eight lanes meet eight different banks. The matrix units
 // of NVIDIA's capability 9.0, which read this memory themselves, call the order 128 bytes swizzled (PTX ISA, wgmma).
-// `ahead`: what a copy brings is there for the threads that began it after `copies_wait`, for others after the next
-// barrier.
+//
+// CUDA copies rows while it computes: what a copy brings is there for the thread that began it after `copies_wait`, and
+// for others after the next barrier.
 #ifndef COPIES_AHEAD
 template <typename T, typename F>
 inline void copy_begin(T to, F from, bool there) {

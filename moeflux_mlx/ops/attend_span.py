@@ -20,7 +20,7 @@ ATTEND_SPAN = Kernel("attend_span", "q keys values scale positions", "out", unit
 SPAN_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
 FUSED, WIDEST = 128, 256  # the widest heads of MLX's attention, and of the kernel
 MOST = 32  # pieces of the positions, where there are several
-# A span of few rows behind so many positions: MLX's attention, which does not cut them, has two to three times as long.
+# For so few rows of so many positions MLX's attention, which does not cut them, takes two to three times as long.
 FEW, LONG = 127, 1 << 15
 
 
@@ -58,6 +58,8 @@ def span_refusal(
     """
     if target != "cuda":
         return Reason("no Apple GPU has run the kernel")
+    if 0 < capability() < 8:
+        return Reason(f"NVIDIA's capability {capability()} has no matrix units for bfloat16")
     if max(widths) <= FUSED and not is_slow:
         return Reason(f"MLX's own is fused for heads up to {FUSED}")
     if limited:
@@ -112,6 +114,11 @@ def span_plan(
     return rows, Launch(target, SPAN_COMBINE, template, (B * L * heads, V // columns), 4 * columns, [whole])
 
 
-@cache
 def sizes_here() -> SpanSizes:
-    return SIZES.get(int(mx.device_info().get("compute_capability_major", 0)), OTHERS)
+    return SIZES.get(capability(), OTHERS)
+
+
+@cache
+def capability() -> int:
+    """Of this machine's NVIDIA GPU, the first number; 0: there is none."""
+    return int(mx.device_info().get("compute_capability_major", 0))
