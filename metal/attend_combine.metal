@@ -1,6 +1,6 @@
 // needs: seen.h.metal
-// out[H, V] X = the sum of the pieces of attend_step.metal, each weighted by its share of the sum of all exponentials.
-// If SINKS is 1, exp(sinks[H]) is part of that sum. If GATE is 1, the result is multiplied by sigmoid(gate[H, 1]),
+// out[H, V] X = the sum of the pieces of attend_step.metal or attend_span.metal, each weighted by its share of the sum of
+// all exponentials. If SINKS is 1, exp(sinks[H]) is part of that sum. If GATE is 1, the result is multiplied by sigmoid(gate[H, 1]),
 // where gate is [H, 2, D] X and D = V. The parts of the next piece lie PIECE parts further, those of the next head EACH.
 // positions[0] is the token's own position. WINDOW, CHUNKED, TOP, RATIO and OWN say how many positions it sees, P and
 // MOST how many of them a piece has (seen.h.metal).

@@ -50,12 +50,14 @@
   const float factor = scale[0] * 1.44269504f;  // of powers of 2
 
   CODES_UNROLL(4)
-  for (uint i = tid; i < ROWS * D / 8; i += THREADS) {
+  for (uint i = tid; first < stop && i < ROWS * D / 8; i += THREADS) {
     const uint r = i / (D / 8), unit = i % (D / 8), at = metal::min(block + r, rows - 1);
     const device X* from = q + ((head * G + at % G) * L + at / G) * D + 8 * unit;
     copy_begin((threadgroup uint4*)(near_queries + span_place<ROWS>(r, unit)), (const device uint4*)from, true);
   }
-  span_copy<KEYS, D, THREADS>(near_keys, all_keys, first, count, tid);
+  if (first < stop) {
+    span_copy<KEYS, D, THREADS>(near_keys, all_keys, first, count, tid);
+  }
   CODES_UNROLL(1)
   for (uint at = first; at < stop; at += KEYS) {
     copies_wait();
@@ -82,7 +84,7 @@
       share[r] = metal::fast::exp2((largest[r] - most) * factor);
       largest[r] = most;
       total[r] *= share[r];
-      const float offset = -most * factor;
+      const float offset = most > NONE ? -most * factor : 0.0f;  // a row may see nothing of these keys
       MLX_MTL_PRAGMA_UNROLL
       for (uint i = 0; i < KEYS / 4; i++) {
         const uint place = i / 2 * 4 + 2 * r + i % 2;

@@ -235,17 +235,23 @@ inline void copies_wait() {
 inline unsigned long long span_operand(const void* tile) {
   return (__cvta_generic_to_shared(tile) & 0x3FFFF) >> 4 | 64ull << 32 | 1ull << 62;
 }
-inline void span_units_begin() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-// Waits for all products; no sum is read before.
+// No sum is written behind this, nor read before `span_units_end`, which waits for all products.
 template <int N>
-inline void span_units_end(float* d) {
-  asm volatile("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
+inline void span_settle(float* d) {
 #pragma unroll
   for (int i = 0; i < N; i += 32) {
     asm volatile("" : SPAN_32(d, i)::"memory");
   }
+}
+template <int N>
+inline void span_units_begin(float* d) {
+  span_settle<N>(d);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+template <int N>
+inline void span_units_end(float* d) {
+  asm volatile("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  span_settle<N>(d);
 }
 #define SPAN_UNITS_OF(kind, name)                                                                          \
   inline void span_units_product(unsigned long long a, unsigned long long b, int adds, kind, float* d) {   \
@@ -275,7 +281,7 @@ SPAN_UNITS_OF(float16_t, "f16")
 // `span_scores` of 128 keys, where `row` is the first one of the simdgroup.
 template <uint D, uint ROWS, typename X>
 inline void span_units_scores(const X* queries, const X* keys, uint row, X kind, float* score) {
-  span_units_begin();
+  span_units_begin<64>(score);
 #pragma unroll
   for (uint step = 0; step < D / 16; step++) {
     const uint part = step / 4, at = step % 4 * 16;
@@ -287,8 +293,12 @@ inline void span_units_scores(const X* queries, const X* keys, uint row, X kind,
 
 // `span_sums` of 128 keys.
 template <uint V, typename X>
-inline void span_units_sums(const uint* weight, const X* values, X kind, float* acc) {
-  span_units_begin();
+inline void span_units_sums(uint* weight, const X* values, X kind, float* acc) {
+#pragma unroll
+  for (uint i = 0; i < 32; i++) {
+    asm volatile("" : "+r"(weight[i])::"memory");
+  }
+  span_units_begin<V / 2>(acc);
 #pragma unroll
   for (uint some = 0; some < 8; some++) {
 #pragma unroll

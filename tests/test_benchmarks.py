@@ -116,7 +116,7 @@ def test_prompt(run, model):
     """A text before it leaves some of the experts in the pool that the prompt uses."""
     options = "stream", "--model", model, "--tokens", 20, "--rounds", 1, "--spans", 8, "--share", 0.5
     reports = [run("bench_prompt", *options, "--behind", tokens) for tokens in (0, 40)]
-    alone, behind = (report["rows"][0]["runs"][0]["used"] for report in reports)
+    alone, behind = (report["rows"][0]["runs"][0]["missing"] for report in reports)
     assert 0 < behind < alone
 
 

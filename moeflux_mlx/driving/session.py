@@ -147,8 +147,9 @@ class Session:
         over, the session must not be used otherwise.
 
         Args:
-            boundaries: lengths of the prompt's prefixes that later prompts are likely to share; the state at each is
-                kept and given to the store. If there are none, the state of all tokens but the last is kept.
+            boundaries: lengths of the prompt's prefixes that later prompts are likely to share; the state at each, or
+                for those that are near behind the known text the state at its end, is kept and given to the store. If
+                there are none, the state of all tokens but the last is kept.
             max_tokens: limit of the answer; -1: only an end-of-text token ends it.
             choice: `sampler` and `logits_processors`, as `generate_step`.
 
@@ -331,7 +332,7 @@ class Session:
         start, self.half = len(self.tokens), None
         if self.drafts is not None:
             self.drafts.begin(prompt)
-        if half is None and any(start < end <= after(start) for end in ends):
+        if half is None and self._needs(start, ends):
             self.points.keep(start)
         keep = self._worth_keeping(len(prompt), ends)
         self.points.set_apart(len(keep) * self._state_bytes())
@@ -349,12 +350,17 @@ class Session:
 
     def _taken_up(self, prompt: list[int], ends: list[int]) -> Span | None:
         """The half-done span, if `prompt` begins with it and it keeps the states that `ends` require; else None."""
-        if self.half is None:
+        start = len(self.tokens)
+        if self.half is None or (self._needs(start, ends) and start not in self.points.positions):
             return None
-        start, known = len(self.tokens), self.tokens + self.half.tokens
+        known = self.tokens + self.half.tokens
         wanted = {n - start for n in self._worth_keeping(len(prompt), ends) if n in ends and n <= len(known)}
         span = self.half.span
         return span if prompt[: len(known)] == known and wanted <= set(span.keep) else None
+
+    def _needs(self, start: int, ends: list[int]) -> bool:
+        """Whether the state at the start of a prompt's rest stands for one of `ends`."""
+        return not self.points.can_trim and any(start < end <= after(start) for end in ends)
 
     def _worth_keeping(self, end: int, ends: list[int]) -> list[int]:
         """The positions at which states are kept while a prompt is absorbed up to `end`; those of `ends` come first."""

@@ -19,9 +19,10 @@ from .tiles import planned
 ATTEND_SPAN = Kernel("attend_span", "q keys values scale positions", "out", units="matrix")
 SPAN_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
 FUSED, WIDEST = 128, 256  # the widest heads of MLX's attention, and of the kernel
-MOST = 32  # pieces of the positions, where there are several
-# For so few rows of so many positions MLX's attention, which does not cut them, takes two to three times as long.
-FEW, LONG = 127, 1 << 15
+MOST = 16  # pieces of the positions, where there are several
+# For so many rows of at least so many positions MLX's attention, which does not cut these, takes two to three times as
+# long. It has another for up to three rows.
+FEW, LONG = range(4, 128), 1 << 15
 
 
 class SpanSizes(NamedTuple):
@@ -46,7 +47,7 @@ SIZES, OTHERS = {9: SpanSizes(128)}, SpanSizes(32)
 
 def takes_span(widths: tuple[int, int], dtype: mx.Dtype, rows: int, count: int, limited: bool) -> bool:
     """Whether `attend_span` takes `rows` new positions, of `count` in all, as `span_refusal` has the others."""
-    return rows > 1 and not span_refusal(backend.name(), widths, dtype, limited, rows <= FEW and count >= LONG)
+    return rows > 1 and not span_refusal(backend.name(), widths, dtype, limited, rows in FEW and count >= LONG)
 
 
 @planned("attend_span")
@@ -80,6 +81,7 @@ def attend_span(
         keys, values: [B, kv heads, capacity, D] and [.., V], with those of all positions, the newest included.
         sizes: None means those of this machine's GPU.
     """
+    assert q.dtype == keys.dtype == values.dtype, "the text has one type"
     sizes = sizes or sizes_here()
     heads = q.shape, keys.shape[1], values.shape[-1]
     rows, combine = span_plan(backend.name(), *heads, q.dtype, ceildiv(count, sizes.least), sizes)

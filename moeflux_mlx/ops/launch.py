@@ -245,8 +245,8 @@ def threads_named(threads: int) -> str:
 
 
 def threads_bound(threads: int) -> str:
-    """The same for CUDA, where MLX begins a kernel with __global__. It is for odd numbers of warps only: of nine, three
-    share 16,384 registers, and CUDA's compiler expects two. The others start as it makes them.
+    """The same for CUDA, where MLX begins a kernel with __global__. It is for numbers of warps that four do not divide:
+    of nine, three share 16,384 registers, and CUDA's compiler expects two. The others start as it makes them.
     """
     bounds = f"__location__(global) __launch_bounds__({threads})"
     return f"#undef __global__\n#define __global__ {bounds}\n" if threads > ANY_THREADS and threads % 128 else ""

@@ -8,8 +8,9 @@ with mlx-lm's model of the same shapes.
 
 In each round every model computes a whole prompt of random tokens, then decodes and answers each short prompt in copies
 of that text, `--again` times after one that does not count. Prints a table with tokens per second (median and
-quartiles) and peak memory, ours also over what is planned for the length. "decode / bound" is the time of a token over
-that in which 0.8 of the bandwidth reads the weights that a token uses and its keys and values. Ends with one JSON line.
+quartiles) and the peak of memory of the whole prompt, ours also over what is planned for it. "decode / bound" is the
+time of a token over that in which 0.8 of the bandwidth reads the weights that a token uses and its keys and values.
+Ends with one JSON line.
 """
 
 import argparse

@@ -7,8 +7,7 @@
 Experts are read into a pool that is empty when a prompt of random tokens begins, or holds what the text before it left
 there (`--behind`). The bound of its time is what the drive, measured just before and after by reads in random order,
 needs for the experts that the prompt uses and the pool lacks, or what computing takes with everything resident,
-whichever is longer. Beside medians stand quartiles, ratios are taken within a
-round, and the last line is JSON.
+whichever is longer. Beside medians stand quartiles, ratios are taken within a round, and the last line is JSON.
 """
 
 import argparse
@@ -108,14 +107,14 @@ class Watched:
             "seconds": seconds,
             "loader_bytes": self.experts.stats.bytes_read,
             "process_bytes": bytes_read() - read,
-            "used": len(missing),
-            "used_bytes": used_bytes(self.experts, missing),
+            "missing": len(missing),
+            "missing_bytes": bytes_of(self.experts, missing),
             "waited": self.experts.stats.wait_seconds / seconds,
         }
 
 
-def used_bytes(experts: ExpertLoader, used: set[Key]) -> int:
-    return sum(experts.layout.records[layer].stride for layer, _ in used)
+def bytes_of(experts: ExpertLoader, records: set[Key]) -> int:
+    return sum(experts.layout.records[layer].stride for layer, _ in records)
 
 
 def bytes_read() -> int:
@@ -178,7 +177,7 @@ def stream_run(
     rate = measure_disk(packed)
     run = one.run(prompt, before)
     rates = [rate, measure_disk(packed)]
-    reading = run["used_bytes"] / statistics.mean(rates)
+    reading = run["missing_bytes"] / statistics.mean(rates)
     bound = max(reading, computing or 0.0)
     return {**run, "rates": rates, "reading": reading, "resident": computing, "ratio": run["seconds"] / bound}
 
@@ -206,7 +205,7 @@ def stream_text(row: dict) -> dict[str, str]:
         "tok/s": f"{row['tokens'] / statistics.median(run['seconds'] for run in runs):.1f}",
         "loader GB": middle("loader_bytes"),
         "process GB": middle("process_bytes"),
-        "used GB": middle("used_bytes"),
+        "missing GB": middle("missing_bytes"),
         "drive GB/s": spread(rate / 1e9 for run in runs for rate in run["rates"]),
         "reading s": middle("reading", 1),
         "resident s": middle("resident", 1) if computing else "-",

@@ -37,8 +37,7 @@ GB = 1 << 30
 
 # Measurements on H200s: bytes of a token, its rates, and tokens per second. Products read at 2.11 TB/s (12288x2048 to
 # 8192x4096) on the first two; a layer's seconds are those that Qwen3-30B-A3B's 48 layers left on the same machine, so
-# that the other models are forecast and not fitted. Slow and later ones have the rates that doctor
-# measured there.
+# that the other models are forecast and not fitted. SLOW and LATER have the rates that doctor measured there.
 SLOW_H200 = Rates(1.95e12, 1.8e9, 1.06e-4, 5.14e-4, 2.42e-4)
 LATER_H200 = Rates(1.87e12, 1.70e9, 9.95e-5, 3.85e-4, 2.73e-4)
 H200, OTHER_H200 = Rates(2.11e12, 3.65e9, 6.26e-5, 2.5e-4), Rates(2.11e12, 3.65e9, 4.72e-5, 2.5e-4)

@@ -103,8 +103,8 @@ def test_a_turn_is_not_cut_near_its_start():
     session = make(RECURRENT)
     check(session, text())
     known, turn = len(session.tokens), [*session.tokens, *text(40, 1)]
-    check(session, turn, boundaries=[known + 2, known + 35])
-    assert session.points.positions == [N - 1, known, known + 35] and known in session.points.ends
+    check(session, turn, boundaries=[known + 16, known + 17])
+    assert session.points.positions == [N - 1, known, known + 17] and known in session.points.ends
     assert check(session, [*turn[: known + 8], *text(9, 2)]).memory == known
 
 
@@ -313,6 +313,19 @@ def test_a_span_that_keeps_no_state_where_one_is_wanted_is_not_gone_on_with(tmp_
     assert session.save_error is None and 40 in session.points.positions
     assert session.reuse.prompt == session.reuse.computed == N + 2
     assert check(make(RECURRENT, store=store), text()[:41] + [7]).disk == 40
+
+
+def test_a_span_whose_start_is_not_kept_is_not_gone_on_with():
+    """If that state is to stand for a wanted one."""
+    session = make(RECURRENT, span=64, prefill_step_size=16)
+    check(session, text())
+    known, turn = len(session.tokens), [*session.tokens, *text(40, 1)]
+    with pytest.raises(Stopped):
+        list(session.respond(turn, prompt_progress_callback=stop_at(known + 15)))
+    assert session.half is not None and known not in session.points.positions
+    check(session, turn, boundaries=[known + 2])
+    assert known in session.points.ends
+    assert check(session, [*turn[: known + 8], *text(9, 2)]).memory == known
 
 
 def test_a_span_larger_than_the_session_s_bytes_is_not_kept():

@@ -58,7 +58,7 @@ class Most(Tiles):
 
 
 @pytest.mark.parametrize("threads, named", [(96, False), (256, False), (288, True), (1024, False)])
-def test_cuda_is_told_the_threads_of_odd_groups(threads, named):
+def test_cuda_is_told_the_threads_of_uneven_groups(threads, named):
     """So that their registers are few enough. Nine warps with 177 registers each did not start."""
     text = launch.Kernel("add_normed", "x", "out").text("cuda", "", threads, ((0, 0, None),))
     assert (f"__launch_bounds__({threads})" in text.header) == named

@@ -131,9 +131,10 @@ def attend_in_parts(
     terms: Terms,
     part_of: Callable[..., mx.array] | None = None,
 ) -> mx.array:
-    """[B, L, heads, V] of prepared queries [B, heads, L, D] and keys, without the gate, in MLX's operations. `part_of`:
-    computes a part [B, heads, R, V] otherwise than MLX's attention, in up to `OTHERWISE` times the memory of its
-    scores, of its q, k and v, its rows, places and mask, as `in_parts` yields them, and the number of positions.
+    """[B, L, heads, V] of prepared queries [B, heads, L, D] and keys, without the gate, in MLX's operations or by
+    `attend_span`. `part_of`: computes a part [B, heads, R, V] otherwise than MLX's attention, in up to `OTHERWISE`
+    times the memory of its scores, of its q, k and v, its rows, places and mask, as `in_parts` yields them, and the
+    number of positions.
     """
     B, _, L, D = q.shape
     limited, widths = terms.window is not None or terms.sinks is not None, (D, v.shape[-1])

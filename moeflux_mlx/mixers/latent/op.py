@@ -423,12 +423,12 @@ def expanded_ops(
     """A few heads at a time: on Metal because one product would expand all latents to the keys of all heads, for
     `attend_span` because keys are copied beside their rotated parts.
     """
-    (_, heads, L, nope), positions, V = q_nope.shape, latent.shape[2], matrices.value.height
+    (B, heads, L, nope), positions, V = q_nope.shape, latent.shape[2], matrices.value.height
     limited = not isinstance(mask, str) or matrices.window is not None or matrices.sinks is not None
     widths = nope + q_pe.shape[-1], V
     fused = takes_span(widths, q_nope.dtype, L, positions, limited)
     most = gpu_time.rows_at_once(latent.shape[-1], positions * (nope + V))
-    most = max(SPAN_VALUES // (positions * sum(widths)), 1) if fused else most or heads
+    most = max(SPAN_VALUES // (B * positions * sum(widths)), 1) if fused else most or heads
     compute, parts = of_heads_fused if fused else of_heads_ops, list[mx.array]()
     for some in (slice(start, start + most) for start in range(0, heads, most)):
         own = matrices if most >= heads else matrices.of(some)
