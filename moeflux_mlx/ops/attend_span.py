@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from . import backend
-from .launch import MOST_THREADS, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import LEAST_ELEMENTS, MOST_THREADS, Kernel, Launch, Reason, Shape, ceildiv
 from .seen import SEEING_ALL
 from .tiles import planned
 
@@ -85,9 +85,15 @@ def attend_span(
     sizes = sizes or sizes_here()
     heads = q.shape, keys.shape[1], values.shape[-1]
     rows, combine = span_plan(backend.name(), *heads, q.dtype, ceildiv(count, sizes.least), sizes)
-    positions = mx.array([count - 1, q.shape[2], keys.shape[2], *[0] * 5], mx.int32)
+    positions = span_positions(count, q.shape[2], keys.shape[2])
     (out,) = rows(q, keys, values, scale, positions)
     return out if combine is None else combine(out, out, out, positions)[0]
+
+
+@lru_cache(64)
+def span_positions(count: int, rows: int, capacity: int) -> mx.array:
+    """The kernels' input of these numbers, which is the same in all layers."""
+    return mx.array([count - 1, rows, capacity] + [0] * (LEAST_ELEMENTS - 3), mx.int32)
 
 
 @lru_cache(64)
