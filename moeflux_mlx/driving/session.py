@@ -21,6 +21,7 @@ from ..files import JsonDict
 from ..mixers.registry import untrimmable_bytes
 from ..model.decoder import Model
 from ..model.span import Span
+from ..ops.limits import within_limits
 from ..state.prompt_file import Fingerprint, PromptHeader, load_prompt, save_prompt
 from ..state.prompt_store import PromptStore, restore_prefix
 from ..state.rewind import RewindPoints, after
@@ -333,7 +334,8 @@ class Session:
         if self.drafts is not None:
             self.drafts.begin(prompt)
         if half is None and self._needs(start, ends):
-            self.points.keep(start)
+            with within_limits():
+                self.points.keep(start)
         keep = self._worth_keeping(len(prompt), ends)
         self.points.set_apart(len(keep) * self._state_bytes())
         return Prefill(
