@@ -120,8 +120,7 @@ def threads_allowed(program: Program) -> int:
 
 def compiler_here() -> Compiler | None:
     """The compiler for this machine's GPU, with the headers that MLX would use; None if there is none."""
-    info = mx.device_info()
-    architecture = str(info["architecture"]) + ("a" if int(info["compute_capability_major"]) >= 9 else "")
+    architecture = str(mx.device_info()["architecture"]) + ("a" if backend.capability() >= 9 else "")
     package = Path(mx.__file__).parent
     roots = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     toolkits = [package.parent / "nvidia" / "cu13", *(Path(root) for root in roots if root), Path("/usr/local/cuda")]

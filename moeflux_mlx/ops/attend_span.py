@@ -6,18 +6,18 @@ for the whole GPU, the positions are cut into pieces, and a second launch sums t
 """
 
 from dataclasses import replace
-from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from . import backend
-from .launch import LEAST_ELEMENTS, MOST_THREADS, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import LEAST_ELEMENTS, MOST_THREADS, Kernel, Launch, Reason, Shape, Template, ceildiv
 from .seen import SEEING_ALL
 from .tiles import planned
 
 ATTEND_SPAN = Kernel("attend_span", "q keys values scale positions", "out", units="matrix")
-SPAN_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
+ATTEND_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
 FUSED, WIDEST = 128, 256  # the widest heads of MLX's attention, and of the kernel
 MOST = 16  # pieces of the positions, where there are several
 # For so many rows of at least so many positions MLX's attention, which does not cut these, takes two to three times as
@@ -59,8 +59,8 @@ def span_refusal(
     """
     if target != "cuda":
         return Reason("no Apple GPU has run the kernel")
-    if 0 < capability() < 8:
-        return Reason(f"NVIDIA's capability {capability()} has no matrix units for bfloat16")
+    if 0 < backend.capability() < 8:
+        return Reason(f"NVIDIA's capability {backend.capability()} has no matrix units for bfloat16")
     if max(widths) <= FUSED and not is_slow:
         return Reason(f"MLX's own is fused for heads up to {FUSED}")
     if limited:
@@ -108,7 +108,7 @@ def span_plan(
     most = MOST if 4 * groups[0] * groups[1] <= sizes.groups else 1
     pieces = ceildiv(lengths, ceildiv(lengths, most))  # as piece_length of seen.h.metal
     whole = (B, L, heads, V), dtype
-    template: dict[str, Any] = {"X": dtype, "D": D, "V": V, "P": sizes.least, "MOST": most}
+    template: Template = {"X": dtype, "D": D, "V": V, "P": sizes.least, "MOST": most}
     own = {"R": dtype if most == 1 else mx.float32, "H": heads, "KV": kv_heads}
     own |= {"KEYS": sizes.keys, "THREADS": sizes.threads}
     kernel = replace(ATTEND_SPAN, memory=dtype.size * ((sizes.threads // 2 + sizes.keys) * D + sizes.keys * V))
@@ -116,17 +116,18 @@ def span_plan(
     rows = Launch(target, kernel, template | own, (*groups, pieces), sizes.threads, [made])
     if most == 1:
         return rows, None
+    template |= {"WINDOW": 0, "CHUNKED": 0, "PIECE": 1, "EACH": most, "GATE": 0, "SINKS": 0, **SEEING_ALL.template}
+    return rows, combine_launch(target, template, B * L * heads, whole)
+
+
+def combine_launch(target: str, template: Template, heads: int, out: tuple[Shape, mx.Dtype]) -> Launch:
+    """The launch that sums the pieces of so many heads. `template`: all constants of the text but the columns of a
+    threadgroup; `out`: shape and dtype of the result.
+    """
+    V = template["V"]
     columns = max(n for n in range(32, V + 1, 32) if V % n == 0 and 4 * n <= MOST_THREADS[target])
-    template |= {"WINDOW": 0, "CHUNKED": 0, "PIECE": 1, "EACH": most, "GATE": 0, "C": columns, "SINKS": 0}
-    template |= SEEING_ALL.template
-    return rows, Launch(target, SPAN_COMBINE, template, (B * L * heads, V // columns), 4 * columns, [whole])
+    return Launch(target, ATTEND_COMBINE, template | {"C": columns}, (heads, V // columns), 4 * columns, [out])
 
 
 def sizes_here() -> SpanSizes:
-    return SIZES.get(capability(), OTHERS)
-
-
-@cache
-def capability() -> int:
-    """Of this machine's NVIDIA GPU, the first number; 0: there is none."""
-    return int(mx.device_info().get("compute_capability_major", 0))
+    return SIZES.get(backend.capability(), OTHERS)

@@ -49,6 +49,12 @@ def name() -> str:
     return "ops"
 
 
+@cache
+def capability() -> int:
+    """The first number of the NVIDIA GPU's compute capability; 0: there is none."""
+    return int(mx.device_info().get("compute_capability_major", 0))
+
+
 def has_kernels() -> bool:
     """Whether operations run as GPU kernels on the default device."""
     return name() != "ops"

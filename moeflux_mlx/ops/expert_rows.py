@@ -86,22 +86,22 @@ def expert_rows(x: mx.array, starts: mx.array, source: mx.array, slots: mx.array
     Raises:
         RequestError: a shape or dtype the kernels do not take.
     """
-    act = _rows(x, starts, source, slots, records, source.shape[0], False)
-    return down_rows(act, starts, slots, records)
+    return down_rows(_rows(x, starts, source, slots, records), starts, slots, records)
 
 
 def down_rows(act: mx.array, starts: mx.array, slots: mx.array, records: Records) -> mx.array:
     """The last product of `expert_rows`: [P, rows of a matrix] of the row in each place of act [P, columns]."""
-    return _rows(act, starts, starts, slots, records, len(act), True)
+    return _rows(act, starts, None, slots, records)
 
 
-def _rows(
-    x: mx.array, starts: mx.array, source: mx.array, slots: mx.array, records: Records, pairs: int, is_last: bool
-) -> mx.array:
+def _rows(x: mx.array, starts: mx.array, source: mx.array | None, slots: mx.array, records: Records) -> mx.array:
+    """The first products, or without `source` the last one."""
     memory, blob, arrays = records.inputs()
-    launch = plan_rows(backend.name(), blob, slots.shape[0], pairs, x.dtype, records.record, is_last, arrays)
+    is_last, places = source is None, x if source is None else source
+    sizes = backend.name(), blob, slots.shape[0], len(places), x.dtype, records.record
+    launch = plan_rows(*sizes, is_last, arrays)
     assert not isinstance(launch, Reason)
-    return launch(x, *memory, slots, starts, source)[0]
+    return launch(x, *memory, slots, starts, starts if source is None else source)[0]
 
 
 @planned("expert_rows", 256)

@@ -229,6 +229,12 @@ def planned(args: ModelArgs, figures: Figures, tokens: int, **sizes: Any) -> Mem
     return plan_memory(args, ExpertLayout.from_args(args), figures, demand)
 
 
+def planned_arrays(args: ModelArgs, figures: Figures, tokens: int, sizes: PromptSizes) -> int:
+    """Returns the bytes of MLX's arrays that `planned` expects."""
+    plan = planned(args, figures, tokens, set={"span": sizes.span}, prefill_step_size=sizes.block)
+    return plan.fixed - plan.runtime + plan.experts
+
+
 def measure(runners: dict[str, Runner], length: int, options: argparse.Namespace) -> dict[str, list[dict]]:
     """Returns the results of every round by name. One round before them does not count."""
     runs: dict[str, list[dict]] = {name: [] for name in runners}
@@ -294,8 +300,8 @@ def main() -> None:
     runners = {"ours": Runner.of(make, generate_step), **runners}
     rows = []
     for length in options.prompt:
-        plan = planned(args, figures, length + options.tokens, set={"span": sizes.span}, prefill_step_size=sizes.block)
-        rows.append(report(measure(runners, length, options), length, plan.fixed - plan.runtime + plan.experts))
+        nbytes = planned_arrays(args, figures, length + options.tokens, sizes)
+        rows.append(report(measure(runners, length, options), length, nbytes))
     total = {}
     for name, runner in runners.items():
         counts = launches(runner.model)

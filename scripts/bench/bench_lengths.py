@@ -23,13 +23,12 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from bench_decode import WARMUP, Runner, add_variant, ours, planned, theirs, variant_config
+from bench_decode import WARMUP, Runner, add_variant, ours, planned, planned_arrays, theirs, variant_config
 from measuring import print_table, quartiles, random_prompt, shown, turns
 
 from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.mixers.registry import each_cache
-from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.tensors import variant_bytes
 from moeflux_mlx.planning.machine import default_dtype, machine_figures
 from moeflux_mlx.planning.settings import configure_mlx
@@ -91,13 +90,6 @@ def bound_seconds(args: ModelArgs, length: int, bandwidth: float) -> float:
     return (weights + experts + state) / (USUAL * bandwidth)
 
 
-def planned_bytes(model: Model, length: int) -> int:
-    """Returns the bytes of MLX's arrays that the memory plan expects for a prompt of `length` tokens."""
-    cuts: Any = {"set": {"span": model.sizes.span}, "prefill_step_size": model.sizes.block}
-    plan = planned(model.args, machine_figures(), length + 1, **cuts)
-    return plan.fixed - plan.runtime + plan.experts
-
-
 def measure(runners: dict[str, Runner], length: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns the quartiles of each model. One round before the others does not count; its prompt is no longer than
     `WARM`.
@@ -121,7 +113,8 @@ def measure(runners: dict[str, Runner], length: int, options: argparse.Namespace
             model = runners[name].model
             least = bound_seconds(model.args, length, 1e9 * options.bandwidth)
             row["decode / bound"] = [1 / (rate * least) for rate in reversed(row["decode"])]
-            row["peak / planned"] = max(run["peak"] for run in runs) / planned_bytes(model, length)
+            nbytes = planned_arrays(model.args, machine_figures(), length + 1, model.sizes)
+            row["peak / planned"] = max(run["peak"] for run in runs) / nbytes
         rows.append(row)
     return rows
 
@@ -131,10 +124,8 @@ def texts(row: dict[str, Any]) -> dict[str, str]:
     peak, bound, share = row["peak"][-1] / 1e9, row.get("decode / bound"), row.get("peak / planned")
     rates = {key: shown(row[key], 1) for key in row if key in ("prompt", "decode") or key.startswith("+")}
     ends = {"peak GB": f"{peak:.3f}", "peak / planned": f"{share:.3f}" if share else "-"}
-    return {
-        **{"length": str(row["length"]), "model": row["model"], **rates, **ends},
-        "decode / bound": shown(bound) if bound else "-",
-    }
+    ends["decode / bound"] = shown(bound) if bound else "-"
+    return {"length": str(row["length"]), "model": row["model"], **rates, **ends}
 
 
 def main() -> None:

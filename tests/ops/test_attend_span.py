@@ -16,9 +16,12 @@ from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.grouped.terms import Terms
 from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.registry import make_caches
+from moeflux_mlx.opening.launches import Noted
 from moeflux_mlx.ops import attend_span as span_op
 from moeflux_mlx.ops import backend
+from moeflux_mlx.ops.launch import NO_KERNELS
 from moeflux_mlx.ops.stand_ins import standing_in
+from moeflux_mlx.ops.tiles import CODE
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 LIMITS = {mx.bfloat16: 8e-3, mx.float16: 1e-3}  # largest error over largest value: weights have 16 bits too
@@ -96,29 +99,27 @@ def test_which_spans_it_takes():
     assert all(span_op.span_refusal(*other) for other in others)
 
 
-class Recording:
-    """Stands in for CUDA; `run` has the names of the kernels that were launched."""
-
-    def __init__(self):
-        self.run = []
-
-    def build(self, kernel, *_):
-        self.run.append(kernel.name)
-        return lambda output_shapes, output_dtypes, **_: list(map(mx.zeros, output_shapes, output_dtypes))
+@contextlib.contextmanager
+def on_cuda():
+    """Stands in for CUDA; gives the numbers of launches by kernel."""
+    with standing_in(backend="cuda"):
+        noted = Noted(CODE, NO_KERNELS)
+        with noted.listening():
+            yield noted.runs
 
 
-BOTH = ["attend_span", "attend_combine"]
+BOTH = {"attend_span": 1, "attend_combine": 1}
 
 
-@pytest.mark.parametrize("width, before, L, names", [(256, 0, 3, BOTH), (128, 0, 5, []), (128, span_op.LONG, 5, BOTH)])
+@pytest.mark.parametrize("width, before, L, names", [(256, 0, 3, BOTH), (128, 0, 5, {}), (128, span_op.LONG, 5, BOTH)])
 def test_cuda_runs_it_for_wide_heads_and_short_turns_behind_long_texts(width, before, L, names):
-    cuda, cache = Recording(), make_caches(GroupedQuery(4, 2, width, Rotation(64, 1e4)))[0]
+    cache = make_caches(GroupedQuery(4, 2, width, Rotation(64, 1e4)))[0]
     if before:
         cache.append(*[mx.zeros((1, 2, before, width), mx.float16)] * 2)
     q, k = mx.zeros((1, 4, L, width), mx.float16), mx.zeros((1, 2, L, width), mx.float16)
-    with standing_in(backend="cuda", build=cuda.build):
+    with on_cuda() as run:
         assert op.attend_in_parts(q, k, k.swapaxes(1, 2), cache, TERMS).shape == (1, L, 4, width)
-    assert cuda.run == names
+    assert run == names
 
 
 def latents(heads, nope, rope, V, L, N):
@@ -141,11 +142,11 @@ def test_expanded_latents_are_heads_with_own_keys(host):
 
 @pytest.mark.parametrize("N, turns", [(40, 1), (1 << 20, 4)])
 def test_cuda_runs_it_for_expanded_latents_a_few_heads_at_a_time(N, turns):
-    cuda, given = Recording(), latents(4, 128, 64, 128, 20, N)
-    with standing_in(backend="cuda", build=cuda.build):
+    given = latents(4, 128, 64, 128, 20, N)
+    with on_cuda() as run:
         assert latent.expanded_ops(*given).shape == (1, 4, 20, 128)
         assert latent.expanded_ops(*given[:4], None, given[5]).shape == (1, 4, 20, 128)
-    assert cuda.run == turns * BOTH
+    assert run == {name: turns for name in BOTH}
 
 
 FAULTS = {

@@ -16,7 +16,7 @@ from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.model.tensors import needed, stored_as
 from moeflux_mlx.opening.kernel_cache import NVRTC, programs_of
 from moeflux_mlx.opening.random_weights import Shapes
-from moeflux_mlx.ops import attend_span
+from moeflux_mlx.ops import attend_span, backend
 from moeflux_mlx.ops.kernel_files import Compiler, Program
 from moeflux_mlx.ops.launch import KernelText, ceildiv
 from moeflux_mlx.ops.tiles import CODE
@@ -43,7 +43,7 @@ def compiler():
 @pytest.fixture(autouse=True)
 def sizes_of_units(monkeypatch):
     """Those of the architecture that is compiled for."""
-    monkeypatch.setitem(attend_span.SIZES, attend_span.capability(), attend_span.SIZES[9])
+    monkeypatch.setitem(attend_span.SIZES, backend.capability(), attend_span.SIZES[9])
 
 
 def programs(variant, form):

@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...ops import backend, gpu_time, native
-from ...ops.attend_span import attend_span, takes_span
+from ...ops.attend_span import attend_span, combine_launch, takes_span
 from ...ops.backend import AnyArray, Array, kernels_take, native_takes, of_kind, stack, view
 from ...ops.causal_parts import in_parts
 from ...ops.elementwise import sigmoid
@@ -50,7 +50,6 @@ ATTEND_STEP = Kernel(
 )
 ATTEND_MATRIX = replace(ATTEND_STEP, name="attend_matrix", units="matrix")
 ATTEND_APPEND = Kernel("attend_append", "k v k_weight periods eps magnitude positions recent", "next")
-ATTEND_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
 HEADS = 8  # queries in a threadgroup: with 256 values each they take 9 KB of its memory
 WIDEST = 256
 OTHERWISE = 6  # arrays like the scores that exist at once, where biases and sinks of tokens are added
@@ -352,9 +351,7 @@ def plan_row(
     template |= {"VNORM": int(norms_values), "LISTS": seen.lists, "APPENDED": 0, "RECENT": RECENT}
     template["EXTENT"] = extent
     pieces = min(most_pieces, ceildiv(window or seen.most or capacity + RECENT, positions))
-    most = MOST_THREADS[target]
-    template["SHARES"] = shares = 2 if 2 * width <= most else 1
-    columns = max(n for n in range(32, value_width + 1, 32) if value_width % n == 0 and 4 * n <= most)
+    template["SHARES"] = shares = 2 if 2 * width <= MOST_THREADS[target] else 1
     elements = row_bytes if types[2] == mx.uint8 else int
     kept = kv_heads * RECENT * (elements(width) + elements(value_width))
     outputs = [((pieces, heads, value_width + 2), mx.float32), ((kept,), types[2])]
@@ -362,6 +359,5 @@ def plan_row(
     if matrix:
         template |= {"THREADS": matrix[0]}
         step = Launch(target, ATTEND_MATRIX, template, (1 + pieces, heads // abreast), matrix[0], outputs)
-    out = [((1, 1, heads * value_width), types[0])]
-    sizes |= {"GATE": int(stride > width), "C": columns, "SINKS": int(has_sinks), "EACH": 1}
-    return step, Launch(target, ATTEND_COMBINE, sizes, (heads, value_width // columns), 4 * columns, out)
+    sizes |= {"GATE": int(stride > width), "SINKS": int(has_sinks), "EACH": 1}
+    return step, combine_launch(target, sizes, heads, ((1, 1, heads * value_width), types[0]))
