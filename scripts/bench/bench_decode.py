@@ -58,7 +58,8 @@ from moeflux_mlx.spec import ModelArgs, variants
 WARMUP = 16  # tokens after a prompt that do not count
 TABLE = {"ngram_vocab_size_base": 20_000, "split_ngram_parts": 1}
 TABLE_QUANT = Quant(4, 32)  # its rows have 160 values
-MODULES = {"hunyuan_v1_moe": "hunyuan", "inkling_mm_model": "inkling"}  # theirs, where they are not the model_type
+# Theirs, where they are not the model_type.
+MODULES = {"hunyuan_v1_moe": "hunyuan", "inkling_mm_model": "inkling", "minimax_m2": "minimax"}
 QUIET = ("Broadcast", "ExpandDims", "Squeeze", "Reshape", "Slice", "Split", "Transpose", "View", "Flatten", "Unflatten")
 
 
@@ -238,8 +239,9 @@ def planned_arrays(args: ModelArgs, figures: Figures, tokens: int, sizes: Prompt
 def measure(runners: dict[str, Runner], length: int, options: argparse.Namespace) -> dict[str, list[dict]]:
     """Returns the results of every round by name. One round before them does not count."""
     runs: dict[str, list[dict]] = {name: [] for name in runners}
-    begin = time.perf_counter()
+    begin = 0.0
     for i in range(-1, options.rounds):
+        begin = time.perf_counter() if i <= 0 else begin
         prompt = random_prompt(runners["ours"].model, length, seed=i + 1)
         for name in turns(list(runners), i):
             run = runners[name].run(prompt, options.tokens)

@@ -95,8 +95,9 @@ def measure(runners: dict[str, Runner], length: int, options: argparse.Namespace
     `WARM`.
     """
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
-    begin = time.perf_counter()
+    begin = 0.0
     for i in range(-1, options.rounds):
+        begin = time.perf_counter() if i <= 0 else begin
         whole = length if i >= 0 else min(length, WARM)
         tokens = random_prompt(next(iter(runners.values())).model, whole + max(options.prompts), seed=i + 1)
         for name in turns(list(runners), i):

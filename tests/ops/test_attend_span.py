@@ -88,7 +88,7 @@ def test_real_shapes_on_a_gpu(host, dtype, before, L, heads, kv_heads, D, V):
     """By the units and with the pieces of this GPU; the harness has too little memory for them."""
     if backend.name() != "cuda":
         pytest.skip("needs an NVIDIA GPU")
-    assert error(1, before, L, heads, kv_heads, D, V, dtype, scale=D**-0.5) < LIMITS[dtype]
+    assert error(1, before, L, heads, kv_heads, D, V, dtype, None, D**-0.5) < LIMITS[dtype]
 
 
 def test_which_spans_it_takes():
