@@ -15,6 +15,7 @@ from moeflux_mlx.mixers.grouped import op
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.grouped.terms import Terms
 from moeflux_mlx.mixers.latent import op as latent
+from moeflux_mlx.mixers.latent.spec import Latent
 from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.opening.launches import Noted
 from moeflux_mlx.ops import attend_span as span_op
@@ -138,6 +139,18 @@ def test_expanded_latents_are_heads_with_own_keys(host):
     given = latents(3, 32, 32, 64, 37, 90)
     made, wanted = (wide(compute(*given)) for compute in (latent.of_heads_fused, latent.of_heads_ops))
     assert np.abs(made - wanted).max() < 4e-3 * np.abs(wanted).max()
+
+
+def test_the_memory_of_expanded_latents_is_what_the_plan_counts(host):
+    heads, L, N = 4, 9, 900
+    given = latents(heads, 32, 32, 64, L, N)
+    counted = 2 * Latent(heads, None, 64, 32, 64, Rotation(32, 1e4)).fused_temporaries(L, N)
+    mx.eval(*given[:4], given[5].key.weights.weight)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(latent.of_heads_fused(*given))
+    assert 0.95 * counted < mx.get_peak_memory() - before < counted + 4 * span_op.piece_values(L * heads, 64)
 
 
 @pytest.mark.parametrize("N, turns", [(40, 1), (1 << 20, 4)])

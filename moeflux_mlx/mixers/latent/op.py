@@ -40,6 +40,7 @@ from ...ops.rows import ALONE, RowArgument, RowSizes, StepRows
 from ...ops.seen import SEEING_ALL, SeenBlocks, SeenSizes
 from ...ops.tiles import planned
 from ...quant import DEFAULT
+from .spec import ABSORB_AT_MOST, SPAN_VALUES
 
 QUERY_INPUTS = "x kv q_norm kv_norm periods positions eps magnitude scale w_q q_scales q_biases w scales biases"
 ATTEND = Kernel("latent_attend", "query token positions latents keys recent chosen", "parts stats next")
@@ -49,8 +50,6 @@ SHAPES = {"metal": (256, 8), "cuda": (512, 16)}
 WIDEST = 8 * 256  # columns of the latents, of which each thread of latent_query has eight
 PIECE, ATTENDING = 128, 128  # positions and threads of one that attends
 HEADS = 8  # heads of a threadgroup, if its memory is large enough
-ABSORB_AT_MOST = 8  # query rows; beyond, expanding costs fewer multiplications than attending over 512-wide latents
-SPAN_VALUES = 1 << 28  # of keys and values of the heads that are attended to at a time
 AttentionMask = mx.array | str | None
 
 

@@ -10,6 +10,9 @@ from ...kinds.mixer import Attending, Mixer, product_operations
 from ...kinds.query_scale import QueryFactor
 from ...kinds.rotation import Rotation
 
+ABSORB_AT_MOST = 8  # query rows; beyond, expanding costs fewer multiplications than attending over 512-wide latents
+SPAN_VALUES = 1 << 28  # of keys and values of the heads that are attended to at a time
+
 
 @dataclass(frozen=True)
 class Latent(Mixer):
@@ -128,6 +131,19 @@ class Latent(Mixer):
     def scores(self, tokens: int, positions: int) -> int:
         """Two sums of scores of all heads."""
         return 2 * self.heads * tokens * self._expanded(tokens, positions)
+
+    @property
+    def span_heads(self) -> tuple[int, int, int] | None:
+        return None if self.window or self.sinks or self.rule else (self.heads, self.head_dim, self.value)
+
+    def fused_temporaries(self, tokens: int, positions: int) -> int:
+        """Keys and values of some heads at a time, keys without their rotated part too, and their queries. A few tokens
+        keep scores over the latents.
+        """
+        some = min(max(SPAN_VALUES // (positions * (self.head_dim + self.value)), 1), self.heads)
+        expanded = some * positions * (self.head_dim + self.nope + self.value)
+        scores = 2 * self.scores(ABSORB_AT_MOST, positions)
+        return self.temporaries(tokens, 0) + tokens * self.heads * self.head_dim + max(expanded, scores)
 
     @property
     def gates(self) -> int:
