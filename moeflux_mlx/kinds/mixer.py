@@ -118,6 +118,10 @@ class Mixer(ABC):
         """`temporaries` of a GPU that keeps no scores; by default they are the same."""
         return self.temporaries(tokens, positions)
 
+    def attends_at_once(self, positions: int) -> bool:
+        """Whether a GPU then attends to so many positions with all heads at once; by default it does."""
+        return True
+
     # ---- what it costs
 
     @property

@@ -15,7 +15,7 @@ from moeflux_mlx.mixers.grouped import op
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.grouped.terms import Terms
 from moeflux_mlx.mixers.latent import op as latent
-from moeflux_mlx.mixers.latent.spec import Latent
+from moeflux_mlx.mixers.latent.spec import SPAN_VALUES, Latent, heads_at_once
 from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.opening.launches import Noted
 from moeflux_mlx.ops import attend_span as span_op
@@ -160,6 +160,14 @@ def test_cuda_runs_it_for_expanded_latents_a_few_heads_at_a_time(N, turns):
         assert latent.expanded_ops(*given).shape == (1, 4, 20, 128)
         assert latent.expanded_ops(*given[:4], None, given[5]).shape == (1, 4, 20, 128)
     assert run == {name: turns for name in BOTH}
+
+
+@pytest.mark.parametrize("heads", [20, 64, 96, 128])
+def test_a_text_of_any_length_has_few_numbers_of_heads_at_a_time(heads):
+    """Each number compiles a kernel, and the last heads' may be another."""
+    some = [heads_at_once(heads, 320 * positions) for positions in range(4096, 1 << 18, 4096)]
+    assert some == sorted(some, reverse=True) and some[0] == heads and len(set(some)) <= 7
+    assert all(n == 1 or n * 320 * (4096 + 4096 * i) <= SPAN_VALUES for i, n in enumerate(some))
 
 
 FAULTS = {
