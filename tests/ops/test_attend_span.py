@@ -15,6 +15,7 @@ from moeflux_mlx.mixers.grouped import op
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.grouped.terms import Terms
 from moeflux_mlx.mixers.latent import op as latent
+from moeflux_mlx.mixers.latent.module import LatentProjection
 from moeflux_mlx.mixers.latent.spec import SPAN_VALUES, Latent, heads_at_once
 from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.opening.launches import Noted
@@ -160,6 +161,14 @@ def test_cuda_runs_it_for_expanded_latents_a_few_heads_at_a_time(N, turns):
         assert latent.expanded_ops(*given).shape == (1, 4, 20, 128)
         assert latent.expanded_ops(*given[:4], None, given[5]).shape == (1, 4, 20, 128)
     assert run == {name: turns for name in BOTH}
+
+
+def test_both_halves_of_a_projection_are_as_high_as_its_parts():
+    """By them the heads that are expanded at a time are counted."""
+    projection = LatentProjection(4, 128, 64, 512)
+    with standing_in(backend="cuda"):
+        projection.arrange()
+    assert projection.key.height == 128 and projection.value.height == 64
 
 
 @pytest.mark.parametrize("heads", [20, 64, 96, 128])
