@@ -2,15 +2,18 @@
 that follow traces, replays of traces, and digests of logits."""
 
 import argparse
+import gc
 import importlib
 import itertools
 import json
 import subprocess
 import sys
 
+import bench_decode
 import bench_drafts as bench
 import goldens
 import logit_digests
+import mlx.core as mx
 import numpy as np
 import pytest
 import routing_trace
@@ -341,3 +344,36 @@ def test_a_changed_weight_changes_every_digest(monkeypatch, dtype):
     assert list(logit_digests.lines_of("qwen3_next", dtype)) == lines
     monkeypatch.setattr(logit_digests, "load_model", changed)
     assert not set(logit_digests.lines_of("qwen3_next", dtype)) & set(lines)
+
+
+def leave_garbage(megabytes):
+    """Leaves arrays that only a collection frees."""
+    cycle = [of_megabytes(megabytes)]
+    cycle.append(cycle)
+
+
+def of_megabytes(count):
+    made = mx.zeros(count << 20, mx.uint8)
+    mx.eval(made)
+    return made
+
+
+@pytest.mark.parametrize("garbage", [(0, 0, 0), (3, 0, 0), (0, 3, 0), (0, 0, 3)])
+def test_garbage_is_no_part_of_the_memory_of_a_model(garbage):
+    """It may be collected at any time: while the model is made, and while it runs."""
+    before, beside, behind = garbage
+
+    def make():
+        gc.collect()
+        leave_garbage(beside)
+        return of_megabytes(2)
+
+    def generate(prompt, model, **_):
+        gc.collect()
+        yield of_megabytes(1)
+
+    mx.clear_cache()  # of buffers that may be larger than an array that they are given to
+    leave_garbage(before)
+    runner = bench_decode.Runner.of(make, generate)
+    leave_garbage(behind)
+    assert runner.nbytes == 2 << 20 and 3 << 20 <= runner.run([1], 1)["peak"] < 4 << 20

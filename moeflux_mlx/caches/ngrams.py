@@ -1,7 +1,6 @@
 """The cache of n-grams."""
 
 import mlx.core as mx
-import numpy as np
 
 from ..kinds import NGrams
 from ..ops.launch import Shape
@@ -23,4 +22,4 @@ class NGramCache(RecurrentCache):
         first, second, length, dtype = stored
         if not length:
             return None, None, 0
-        return mx.array(first)[None].astype(dtype), mx.array(second.astype(np.int32))[None], length
+        return mx.array(first)[None].astype(dtype), mx.array(second)[None].astype(mx.int32), length

@@ -107,6 +107,21 @@ class Mixer(ABC):
         """Scores of all heads that exist at once besides `temporaries`; by default there are none."""
         return 0
 
+    @property
+    def span_heads(self) -> tuple[int, int, int] | None:
+        """Its heads of queries, and the widths of their keys and values, if tokens of a prompt attend to all that they
+        see: then a GPU may keep no scores. None: it keeps them, or there are none.
+        """
+        return None
+
+    def fused_temporaries(self, tokens: int, positions: int) -> int:
+        """`temporaries` of a GPU that keeps no scores; by default they are the same."""
+        return self.temporaries(tokens, positions)
+
+    def attends_at_once(self, positions: int) -> bool:
+        """Whether a GPU then attends to so many positions with all heads at once; by default it does."""
+        return True
+
     # ---- what it costs
 
     @property

@@ -7,7 +7,7 @@ the span is left, it does nothing.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from ..caches.layer_cache import LayerCache
 from ..experts.routing import Pieces, finished
+from ..kinds import Mixer
 from ..ops import backend
 from ..ops.backend import AnyArray
 from ..ops.seen import Chosen
@@ -27,22 +28,23 @@ from .span import Span
 
 LONGEST = 512  # tokens; a GPU takes longer than the host for a layer over more
 # Tokens times positions: with 128 heads two parts of scores (`ops/causal_parts.py`), as many as are in memory at once
-# elsewhere. Here all parts of a layer may be.
+# elsewhere. Here all parts of a layer may be; where few heads attend at a time, one thread computes.
 MOST_SCORED = 1 << 21
 Built = tuple[AnyArray, list[AnyArray]]  # the output of a layer, and what its caches hold behind it
 
 
 class LayersAhead:
-    """The layers of a model, as a token passes them. `numbers`: those of each one's caches."""
+    """The layers of a model, as a token passes them. `numbers`: those of each one's caches; `mixers`: those of all."""
 
-    def __init__(self, layers: Sequence[DecoderLayer], numbers: Sequence[range]):
-        self._layers, self._numbers = layers, numbers
+    def __init__(self, layers: Sequence[DecoderLayer], numbers: Sequence[range], mixers: Iterable[Mixer]):
+        self._layers, self._numbers, self._mixers = layers, numbers, mixers
         self._are_lazy: dict[mx.Dtype, bool] = {}
 
     def takes(self, span: Span, dtype: mx.Dtype) -> bool:
         """Whether `pass_span` takes the span, with activations of `dtype`."""
         fits = MAX_TOKENS < span.tokens.size <= LONGEST and span.length <= span.block and not span.images.placed
-        fits = fits and span.tokens.size * (span.start + span.length) <= MOST_SCORED
+        end = span.start + span.length
+        fits = fits and span.tokens.size * end <= MOST_SCORED and all(one.attends_at_once(end) for one in self._mixers)
         if not fits or span.layer == len(self._layers) or backend.name() != "cuda":
             return False
         if dtype not in self._are_lazy:

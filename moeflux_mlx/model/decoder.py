@@ -135,7 +135,7 @@ class Model(nn.Module):
         self._ahead: LayersAhead | None = None
         if self.experts is not None and self.experts.is_resident:
             self.decode_step = DecodeStep(self._compute_step)
-            self._ahead = LayersAhead(self.visits, numbers)
+            self._ahead = LayersAhead(self.visits, numbers, args.mixer_counts)
             self.experts.at_close(self.decode_step.forget)
         elif self.experts is not None and backend.has_kernels():
             self.optimistic = OptimisticLayers(self.visits, numbers, self.experts, self.embedded, self.project)

@@ -24,6 +24,7 @@ from ..model.ngrams import NGramLayer
 from ..model.residual import WeighedParts
 from ..model.streams import MIXERS, MLP, MessageGates, MessageQueries, connection
 from ..ops import backend
+from ..ops.attend_span import FEW, LONG, takes_span
 from ..ops.backend import Array, EitherArray
 from ..ops.forms import DTYPES
 from ..ops.kernel_files import Program
@@ -40,7 +41,7 @@ from .random_weights import Shapes, randomise
 from .some_experts import values_of_zeros, ways_of_experts
 
 R = TypeVar("R")
-TOKENS = (1, 4, 512)  # one, a few, and many
+TOKENS, TURNS = (1, 4, 512), (1, FEW[0], FEW[-1])  # one, a few, and many; one, and of short turns
 Compute = Callable[[Any, Any], object]  # takes activations and a function that makes caches
 
 
@@ -55,8 +56,8 @@ class PartLaunches:
         runs: kernels and native forms, with the number of calls of each; everything else is MLX's own operations.
         refused: operations for which a kernel or native form exists but does not run, with the reason.
         programs: the input of the GPU's compiler for them.
-        is_special: whether another step has the part as it usually runs, and this one has what differs for a single
-            token: later in a text, or with experts that are queued ahead.
+        is_special: whether another step has the part as it usually runs, and this one has what differs: later in a
+            text, in a short turn, or with experts that are queued ahead.
     """
 
     part: str
@@ -84,12 +85,12 @@ def launches_of(
     cases += [(count, partial(_rows, count)) for count in rows]
     with standing_in(backend=target):
         missing = backend.native_refusal(shapes.dtype, shapes.args.widths) or NO_KERNELS
-        for part, layers, run, is_special in _parts(shapes):
-            for count, caches in cases[:1] if is_special else cases:
+        for part, layers, run, only in _parts(shapes):
+            for count, caches in [(count, make_caches) for count in only] or cases:
                 noted = Noted(tiles, missing)
                 with noted.listening():
                     run(_activations(shapes, count), caches)
-                yield PartLaunches(part, layers, count, noted.asked_for(), noted.refused, noted.programs, is_special)
+                yield PartLaunches(part, layers, count, noted.asked_for(), noted.refused, noted.programs, bool(only))
 
 
 class Noted(Tiles):
@@ -164,9 +165,9 @@ def _activations(shapes: Shapes, tokens: int) -> EitherArray:
     return mx.zeros(size, shapes.dtype)
 
 
-def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, bool]]:
-    """Name, layers and call of each kind of part, and whether it is special (`PartLaunches.is_special`). Then the call
-    takes only single tokens.
+def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, Sequence[int]]]:
+    """Name, layers and call of each kind of part, and if it is special (`PartLaunches.is_special`) the only numbers of
+    tokens that the call takes.
     """
     args, records = shapes.args, shapes.layout.records
     norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
@@ -181,29 +182,33 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, bool]]
         if mixer.experts is not None:
             module.set_experts(values_of_zeros(shapes.layout, args.matrix_set(layers[0])))
         mix = partial(_mix, args, mixer, module, norm if residual.weighed else before)
-        yield mixer.title, layers, mix, False
-        for moment, length in mixer.moments(MAX_LENGTH):
-            yield f"{mixer.title}, {moment}", layers, _late(mix, shapes.dtype, length), True
+        yield mixer.title, layers, mix, ()
+        special: list[tuple[str, int, Sequence[int]]] = [(*moment, (1,)) for moment in mixer.moments(MAX_LENGTH)]
+        if mixer.span_heads and takes_span(mixer.span_heads[1:], shapes.dtype, FEW[0], LONG, False):
+            special += [("short turn", 0, TURNS), ("short turn behind a long text", LONG, TURNS)]
+        for moment, length, only in special:
+            yield f"{mixer.title}, {moment}", layers, _late(mix, shapes.dtype, length), only
     if residual.gate_rank:
         yield from _gated_norms(shapes)
     elif residual.norm_groups > 1:
         made = norm_of(residual, args.hidden_size, args.rms_norm_eps)
         _fill(made, "model.norm.", shapes)
-        yield "norms of parts", range(args.num_hidden_layers), partial(_of_rows, made), False
+        yield "norms of parts", range(args.num_hidden_layers), partial(_of_rows, made), ()
     if residual.weighed is not None:
-        yield "weighed sums", range(args.num_hidden_layers), _weighed(shapes, residual.weighed), False
+        yield "weighed sums", range(args.num_hidden_layers), _weighed(shapes, residual.weighed), ()
     if residual.convolved:
-        yield "convolutions of outputs", range(args.num_hidden_layers), _convolved(shapes), False
+        yield "convolutions of outputs", range(args.num_hidden_layers), _convolved(shapes), ()
     if args.connections is not None:
-        for _, layers in _kinds([(*_sums(args, i), args.mixers[i].inputs) for i in range(args.num_hidden_layers)]):
-            yield "streams", layers, _between(shapes, args.connections, layers[0]), False
-        yield "streams, after the last layer", (), _behind(shapes, args.connections), False
+        counts = [streams_before(args.connections, i) for i in range(args.num_hidden_layers + 1)]
+        for _, layers in _kinds(list(zip(counts, counts[1:], (one.inputs for one in args.mixers), strict=False))):
+            yield "streams", layers, _between(shapes, args.connections, layers[0]), ()
+        yield "streams, after the last layer", (), _behind(shapes, args.connections), ()
         again = [i for i, layer in enumerate(args.layers) if layer.passes > 1]
         if again:
             assert isinstance(args.connections, BlockSums) and args.connections.messages is not None
-            yield "messages", again, _messages(shapes, args.connections, again[0]), False
+            yield "messages", again, _messages(shapes, args.connections, again[0]), ()
     for layer, part in args.ngrams.items():
-        yield "n-grams", [layer], _of_ngrams(shapes, layer, part), False
+        yield "n-grams", [layer], _of_ngrams(shapes, layer, part), ()
     parts = [(layer.feed_forward, records.get(i), _forms(shapes, i, True)) for i, layer in enumerate(args.layers)]
     for (part, record, *_), layers in _kinds(parts):
         if part is None:
@@ -211,21 +216,21 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, bool]]
         for title, experts, is_special in ways_of_experts(part, record, args):
             module = feed_forward_of(args, layers[0], cast(Any, experts))
             _fill(module, f"model.layers.{layers[0]}.mlp.", shapes)
-            yield title, layers, partial(_forward, module, before), is_special
+            yield title, layers, partial(_forward, module, before), (1,) if is_special else ()
     head = Linear(args.hidden_size, args.vocab_size)
     fill_with_zeros(head, shapes.quants.get(args.last_matrix), shapes.dtype)
     last = slice(-1, None)  # of a prompt
-    yield "lm_head", (), lambda x, _: head(norm(x[:, last] if x.shape[1] > MAX_TOKENS else x)), False
+    yield "lm_head", (), lambda x, _: head(norm(x[:, last] if x.shape[1] > MAX_TOKENS else x)), ()
 
 
-def _gated_norms(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, bool]]:
+def _gated_norms(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, Sequence[int]]]:
     """As `_parts`, of the norms that have gates."""
     args = shapes.args
-    every = range(args.num_hidden_layers)
-    for name, layers in (("input_layernorm", every), ("post_attention_layernorm", args.moe_layers)):
+    layers_of = {"input_layernorm": range(args.num_hidden_layers), "post_attention_layernorm": args.moe_layers}
+    for name, layers in layers_of.items():
         module: Any = GatedNorm(args.hidden_size, args.rms_norm_eps, args.layers[0].residual.gate_rank)
         _fill(module, f"model.layers.{layers[0]}.{name}.", shapes)
-        yield f"gates of {name}", layers, partial(_of_rows, module), False
+        yield f"gates of {name}", layers, partial(_of_rows, module), ()
 
 
 def _convolved(shapes: Shapes) -> Compute:
@@ -303,7 +308,7 @@ def _late(mix: Compute, dtype: mx.Dtype, length: int) -> Compute:
     def filled(mixer: Any) -> Any:
         caches: Any = make_caches(mixer)
         for cache in caches:
-            stored = (np.zeros(shape, cache.stored_dtype) for shape in cache.stored_shapes(length))
+            stored = (mx.zeros(shape) for shape in cache.stored_shapes(length))  # lazy, so that they take no memory
             cache.state = cache.restored(*stored, length, dtype)
         return caches
 
@@ -324,11 +329,6 @@ def _chosen(mixer: Mixer, x: Array, rows: int = 0) -> list[Chosen]:
         return [Chosen(positions)]
     latents = library.zeros((*x.shape[:2], mixer.borrowed), x.dtype)
     return [Chosen(positions, library.zeros(entries, x.dtype), None, latents, latents)]
-
-
-def _sums(args: ModelArgs, layer: int) -> tuple[int, int]:
-    """The streams before and after a layer."""
-    return streams_before(args.connections, layer), streams_before(args.connections, layer + 1)
 
 
 def _between(shapes: Shapes, rule: Connections, layer: int) -> Compute:

@@ -25,6 +25,8 @@ from ..kept.measured import TILE_MODES
 from ..kept.warm_start import MODES as WARM_START
 from ..model.decoder import Model
 from ..model.tensors import layer_values
+from ..ops import backend
+from ..ops.attend_span import WIDEST, span_refusal
 from ..ops.backend import computes_natively
 from ..ops.expert_rows import refusal
 from ..ops.linear import dequantises
@@ -274,6 +276,7 @@ class LoadSettings:
             prefill_step_size=self.prefill_step_size,
             native=computes_natively(dtype, args.widths),
             on_units=not refusal(dtype),
+            fused=not span_refusal(backend.name(), (WIDEST, WIDEST), dtype, False),
             dense=dtype.size * layer_values(args) if args.quantization and dequantises() else 0,
             expert_io=self.expert_io,
             expert_cache_bytes=self.expert_cache_bytes,

@@ -5,6 +5,7 @@ Of heads wider than 128, MLX keeps all scores (`causal_parts`). Here a launch ke
 for the whole GPU, the positions are cut into pieces, and a second launch sums them; the cuts depend on sizes only.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -67,8 +68,18 @@ def span_refusal(
         return Reason("there is a window, or sinks")
     if dtype.size != 2:
         return Reason("matrix units take 16 bits")
+    return width_refusal(widths)
+
+
+def width_refusal(widths: Sequence[int]) -> Reason | None:
+    """Why the kernel does not take heads of these widths."""
     odd = [width for width in widths if width % 64 or width > WIDEST]
     return Reason(f"head width {odd[0]} is above {WIDEST} or no multiple of 64") if odd else None
+
+
+def piece_values(queries: int, width: int) -> int:
+    """The most float32 values of the pieces of a span of up to `queries` queries of heads with values of `width`."""
+    return min(queries, OTHERS.groups * OTHERS.threads // 8) * MOST * (width + 2)
 
 
 def attend_span(

@@ -22,6 +22,7 @@ from ..kinds import Mixer
 from ..mixers.registry import each_cache, make_caches, untrimmable_bytes
 from ..model.span import PromptSizes
 from ..ops.arrangement import STEPS
+from ..ops.attend_span import piece_values, width_refusal
 from ..ops.causal_parts import SCORES
 from ..ops.expert_rows import form_refusal
 from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS
@@ -46,6 +47,7 @@ class Demand:
         prefill_step_size: the most tokens of a span that a mixer handles at once; None: as many as there is room for.
         native: whether the CPU's native kernels compute; they read packed records in place and keep no scores.
         on_units: whether matrix units multiply a prompt's experts from their codes, if their form suits.
+        fused: whether a GPU attends to all positions without scores, if the widths of heads suit.
         dense: bytes of the largest layer's matrices, without routed experts, if prompts dequantise them; else 0.
         expert_io: forces a mode; None or "auto" lets the plan decide.
         expert_cache_bytes: forces the pool's size.
@@ -67,6 +69,7 @@ class Demand:
     prefill_step_size: int | None = None
     native: bool = False
     on_units: bool = False
+    fused: bool = False
     dense: int = 0
     expert_io: str | None = None
     expert_cache_bytes: int | None = None
@@ -238,6 +241,8 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     buffer: on a GPU, blocks, parts of them and waves are waited for.
     """
     span = min(sizes.span, context)
+    on_units = demand.on_units and not any(map(form_refusal, layout.records.values()))
+    demand = replace(demand, on_units=on_units)
     ways = (1 + demand.drafts) * untrimmable_bytes(args.mixer_counts, demand.itemsize)
     count = _streams(args)
     # Experts add to zeros before a norm or a projection, or beside the stream.
@@ -264,7 +269,10 @@ def _mixer_bytes(args: ModelArgs, tokens: int, demand: Demand, context: int) -> 
     """Bytes of the layer that needs most: its mixer or its dense MLP."""
 
     def values(mixer: Mixer) -> int:
-        of_values = value_temporaries(args.hidden_size, mixer, tokens, demand)
+        of_values, heads = value_temporaries(args.hidden_size, mixer, tokens, demand), mixer.span_heads
+        if demand.fused and heads and not width_refusal(heads[1:]):
+            pieces = FLOAT_BYTES * piece_values(tokens * heads[0], heads[2]) // demand.itemsize
+            return of_values + mixer.fused_temporaries(tokens, context) + pieces
         scores = SCORES_COPIES * min(mixer.scores(tokens, context), SCORES)
         if demand.native:
             # They compute at once: what the block leaves behind, in all streams and for the experts, is not there yet.
@@ -281,12 +289,13 @@ def _mixer_bytes(args: ModelArgs, tokens: int, demand: Demand, context: int) -> 
 
 def value_temporaries(hidden_size: int, mixer: Mixer, tokens: int, demand: Demand) -> int:
     """Values that a block's value experts take and make: their inputs, products, gates and activations, the sums of
-    these, and on a GPU copies of some matrices, dequantised too.
+    these, and where no kernels multiply them copies of some matrices, on a GPU dequantised too.
     """
     own = mixer.experts
     if own is None:
         return 0
-    pairs, copied = tokens * own.router.top_k, 2 * COPIED * own.rows * (2 if demand.dense else 1)
+    pairs = tokens * own.router.top_k
+    copied = 0 if demand.on_units else 2 * COPIED * own.rows * (2 if demand.dense else 1)
     taken = min(pairs, NATIVE_ROWS) if demand.native else pairs + copied
     return taken * hidden_size + (3 * pairs + 2 * tokens) * own.rows
 
@@ -311,7 +320,7 @@ def _experts_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, tokens
     if demand.native:
         return routing + rows * D * demand.itemsize + min(rows, NATIVE_ROWS) * (4 * D + 2 * inner) * demand.itemsize
     wave = wave_size(layout, K)
-    if demand.on_units and not any(map(form_refusal, layout.records.values())):
+    if demand.on_units:
         outputs, act = rows * D * demand.itemsize, rows * inner * demand.itemsize
         before = min(rows, PIECE_ROWS) * (D + inner) * demand.itemsize  # a short prompt's layer before is still there
         return routing + before + outputs + max(outputs, act + UNDER_WAY * wave * layout.held_bytes)

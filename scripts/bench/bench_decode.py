@@ -15,6 +15,7 @@ operations of one token's graph that launch work.
 
 import argparse
 import copy
+import gc
 import importlib
 import json
 import re
@@ -189,6 +190,12 @@ def launches(model: Any) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
+def used_memory() -> int:
+    """Returns the bytes of MLX's arrays without garbage, which may be freed at any time."""
+    gc.collect()
+    return mx.get_active_memory()
+
+
 @dataclass
 class Runner:
     """A model in memory: its `generate_step`, and the bytes of memory that it uses."""
@@ -199,18 +206,18 @@ class Runner:
 
     @classmethod
     def of(cls, make: Callable[[], Any], generate: Callable[..., Iterable]) -> "Runner":
-        before = mx.get_active_memory()
+        before = used_memory()
         model = make()
-        return cls(model, generate, mx.get_active_memory() - before)
+        return cls(model, generate, used_memory() - before)
 
     def run(self, prompt: list[int], tokens: int, text: list | None = None) -> dict[str, float]:
         """Returns the tokens per second of a prompt and, with enough `tokens`, of decoding after it, and the peak of
         this model's memory. `text`: the caches of what stands before.
         """
         mx.synchronize()
+        others = used_memory() - self.nbytes
         mx.clear_cache()
         mx.reset_peak_memory()
-        others = mx.get_active_memory() - self.nbytes
         times = [time.perf_counter()]
         for _ in self.generate(mx.array(prompt), self.model, max_tokens=tokens, prompt_cache=text):
             times.append(time.perf_counter())

@@ -101,6 +101,7 @@ def test_what_a_model_runs_is_shown_for_any_backend(capsys, cpu_device, backend,
     parts = [line.partition(":")[0] for line in lines[1:] if not line.startswith(" ")]
     assert parts == [
         "attention",
+        *(["attention, short turn", "attention, short turn behind a long text"] if backend == "cuda" else []),
         *(["experts"] if backend == "cpu" else ["experts, resident", "experts, streamed"]),
         *(["experts, queued ahead"] if backend != "cpu" else []),
         "lm_head",

@@ -36,6 +36,8 @@ from moeflux_mlx.model.tensors import resident_bytes, token_bytes, variant_bytes
 from moeflux_mlx.model.weights import read_resident
 from moeflux_mlx.opening import engine as opening
 from moeflux_mlx.opening.engine import load, load_model, open_engine
+from moeflux_mlx.opening.load_settings import LoadSettings
+from moeflux_mlx.ops.causal_parts import SCORES
 from moeflux_mlx.ops.stand_ins import standing_in
 from moeflux_mlx.planning import memory_plan, wired
 from moeflux_mlx.planning.budget import MOST_STREAMED, Planner, cache_room, default_context, plan_memory
@@ -239,6 +241,53 @@ def test_both_score_arrays_of_latent_attention_are_planned():
     demand = Demand(10 * GB, context=32768, itemsize=2)
     scores = args.num_attention_heads * 512 * 32768 * 2
     assert plan_memory(args, layout, Figures(192 * GB), demand).activations > 2 * scores
+
+
+def of_a_block(name, context, quant=None, **more):
+    """Returns the bytes of temporaries of 512 tokens at once, on a GPU whose units multiply experts."""
+    args, _ = named(name)
+    layout = ExpertLayout.from_args(args, quant and {i: (quant,) * args.matrices_of(i) for i in args.record_sets})
+    demand = Demand(0, context, 2, **{"on_units": True, **more})
+    return activation_bytes(args, layout, demand, context, PromptSizes(512, 512))
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3.6-35b-a3b"])
+def test_a_gpu_that_attends_without_scores_plans_none(name):
+    """Of two blocks, each with two arrays of scores, the sums of pieces of positions are left."""
+    heads, _, width = next(mixer.span_heads for mixer in named(name)[0].mixer_counts if mixer.span_heads)
+    pieces = 4 * min(heads * 512, 33 * 128) * 16 * (width + 2)
+    assert of_a_block(name, 1 << 17) - of_a_block(name, 1 << 17, fused=True) == 2 * (4 * SCORES - pieces)
+
+
+def test_a_gpu_that_attends_to_expanded_latents_has_those_of_a_few_heads():
+    """Or, behind a very long text, the scores of eight tokens over the latents."""
+    args, _ = named("cogito-v2-671b")
+    (mixer,) = args.mixer_counts
+    some = [mixer.fused_temporaries(512, 1 << n) - 4 * 512 * 128 * 192 for n in (12, 15, 17)]
+    assert some == [(128 << 12) * (192 + 128 + 128), (16 << 15) * (192 + 128 + 128), 2 * 2 * 8 * 128 << 17]
+    assert of_a_block("cogito-v2-671b", 1 << 17, fused=True) < of_a_block("cogito-v2-671b", 1 << 17) / 4
+
+
+@pytest.mark.parametrize("name", ["gemma-4-26b-a4b", "gpt-oss-20b", "glm-5-744b", "inkling-small-276b-a12b"])
+def test_wide_heads_windows_choices_and_biases_keep_scores(name):
+    assert of_a_block(name, 1 << 17) == of_a_block(name, 1 << 17, fused=True)
+
+
+UNITS = [("cuda", mx.bfloat16), ("cuda", mx.float32), ("metal", mx.bfloat16), ("ops", mx.bfloat16)]
+
+
+@pytest.mark.parametrize("target, dtype", UNITS)
+def test_cudas_units_attend_without_scores_and_multiply_experts(target, dtype):
+    with standing_in(backend=target):
+        demand = LoadSettings().demand(named("qwen3-30b-a3b")[0], 0, dtype)
+    assert demand.fused == demand.on_units == ((target, dtype) == UNITS[0])
+
+
+def test_matrices_of_value_experts_are_copied_where_no_kernel_reads_them():
+    name, unread = "k2-horizon-mova-36b-a4b", Quant(4, 32, "mxfp4", has_global_scale=True)
+    most, least = (of_a_block(name, 8192, fused=True, on_units=units) for units in (False, True))
+    assert of_a_block(name, 8192, unread, fused=True) == of_a_block(name, 8192, unread, fused=True, on_units=False)
+    assert least < most
 
 
 def test_dequantised_matrices_and_streams_under_way_are_planned():

@@ -1,6 +1,7 @@
 """The list of launches, compared with the launches that run."""
 
 import gc
+import itertools
 import re
 import weakref
 from argparse import Namespace
@@ -12,10 +13,14 @@ import pytest
 from tiny_models import tiny_directory, use_plain_operations
 
 from moeflux_mlx.cli.opening import shapes_of
+from moeflux_mlx.mixers.latent.spec import heads_at_once
 from moeflux_mlx.model.weights import arrange
 from moeflux_mlx.opening import launches
 from moeflux_mlx.opening.engine import load_model
+from moeflux_mlx.opening.kernel_cache import programs_of
+from moeflux_mlx.opening.random_weights import Shapes
 from moeflux_mlx.ops import backend, gpu_time, launch, native
+from moeflux_mlx.ops.attend_span import LONG, attend_span, takes_span
 from moeflux_mlx.ops.launch import LEAST_ELEMENTS, NO_KERNELS, Reason
 from moeflux_mlx.ops.stand_ins import StandIns, stand_ins, standing_in
 from moeflux_mlx.ops.tiles import CODE, planned
@@ -132,6 +137,30 @@ def test_every_text_of_a_token_is_listed(family, small_products):
         for _ in range(4):  # one of which ends an entry
             mx.eval(model(mx.ones((1, 1), mx.int32), cache))
     assert built and {one for one in built - listed if not re.match("moeflux_(router|expert)_", one[0])} == set()
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3.6-35b-a3b", "kimi-linear-48b-a3b", "glm-4.7-flash"])
+def test_short_turns_behind_short_and_long_texts_are_listed_for_cuda(name):
+    shapes = Shapes.of_variant(name, mx.bfloat16)
+    mixer = next(mixer for mixer in shapes.args.mixer_counts if mixer.span_heads)
+    (heads, D, V), is_latent = mixer.span_heads, mixer.title == "latent attention"
+    noted, scale = launches.Noted(CODE, NO_KERNELS), D**-0.5
+    with standing_in(backend="cuda"), noted.listening():
+        for start, tokens in itertools.product((0, LONG), (9, 60, 127)):
+            count = start + tokens
+            some = heads_at_once(heads, count * (D + V)) if is_latent else heads
+            rows = 1, some if is_latent else mixer.kv_heads, count
+            given = (mx.zeros(shape, mx.bfloat16) for shape in ((1, some, tokens, D), (*rows, D), (*rows, V)))
+            if takes_span((D, V), mx.bfloat16, tokens, count, False):
+                attend_span(*given, count, scale)
+    listed = {program.key for program in programs_of(shapes, CODE)}
+    assert len(noted.programs) >= 6 and {program.key for program in noted.programs} <= listed
+
+
+@pytest.mark.parametrize("target, dtype", [("metal", mx.bfloat16), ("cuda", mx.float32), ("ops", mx.float32)])
+def test_no_short_turn_is_listed_where_no_kernel_takes_it(target, dtype):
+    steps = launches.launches_of(Shapes.of_variant("qwen3-30b-a3b", dtype), target, tokens=(1,))
+    assert not any("short turn" in step.part for step in steps)
 
 
 def name_of(kernel, target, constants, threads, places):

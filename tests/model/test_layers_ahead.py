@@ -21,6 +21,8 @@ from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.routing import finished
 from moeflux_mlx.experts.source import IoMode
 from moeflux_mlx.experts.whole import WholeExperts
+from moeflux_mlx.kinds import Rotation
+from moeflux_mlx.mixers.latent.spec import Latent
 from moeflux_mlx.mixers.registry import by_layer, cache_numbers
 from moeflux_mlx.model.ahead import LayersAhead
 from moeflux_mlx.model.decoder import Model
@@ -166,9 +168,11 @@ def test_which_spans_two_threads_compute():
     assert alone(40, block=39) and not alone(40, block=40)
     with standing_in(backend="metal"):
         assert alone(40)
-    layers = LayersAhead(model.visits, ())
-    long = [Span(tokens_of(model, 0, 64), start, 4096) for start in (32_000, 33_000)]
-    assert [layers.takes(span, model.activation_dtype) for span in long] == [True, False]
+    latent = Latent(64, None, 512, 128, 128, Rotation(64, 1e4))
+    for mixers, starts in ((), (32_000, 33_000)), ([latent], (13_000, 13_100)):
+        layers = LayersAhead(model.visits, (), mixers)
+        long = [Span(tokens_of(model, 0, 64), start, 4096) for start in starts]
+        assert [layers.takes(span, model.activation_dtype) for span in long] == [True, False]
 
 
 class Stopping(Span):

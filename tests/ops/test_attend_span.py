@@ -15,6 +15,8 @@ from moeflux_mlx.mixers.grouped import op
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.grouped.terms import Terms
 from moeflux_mlx.mixers.latent import op as latent
+from moeflux_mlx.mixers.latent.module import LatentProjection
+from moeflux_mlx.mixers.latent.spec import SPAN_VALUES, Latent, heads_at_once
 from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.opening.launches import Noted
 from moeflux_mlx.ops import attend_span as span_op
@@ -140,6 +142,18 @@ def test_expanded_latents_are_heads_with_own_keys(host):
     assert np.abs(made - wanted).max() < 4e-3 * np.abs(wanted).max()
 
 
+def test_the_memory_of_expanded_latents_is_what_the_plan_counts(host):
+    heads, L, N = 4, 9, 900
+    given = latents(heads, 32, 32, 64, L, N)
+    counted = 2 * Latent(heads, None, 64, 32, 64, Rotation(32, 1e4)).fused_temporaries(L, N)
+    mx.eval(*given[:4], given[5].key.weights.weight)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(latent.of_heads_fused(*given))
+    assert 0.95 * counted < mx.get_peak_memory() - before < counted + 4 * span_op.piece_values(L * heads, 64)
+
+
 @pytest.mark.parametrize("N, turns", [(40, 1), (1 << 20, 4)])
 def test_cuda_runs_it_for_expanded_latents_a_few_heads_at_a_time(N, turns):
     given = latents(4, 128, 64, 128, 20, N)
@@ -147,6 +161,22 @@ def test_cuda_runs_it_for_expanded_latents_a_few_heads_at_a_time(N, turns):
         assert latent.expanded_ops(*given).shape == (1, 4, 20, 128)
         assert latent.expanded_ops(*given[:4], None, given[5]).shape == (1, 4, 20, 128)
     assert run == {name: turns for name in BOTH}
+
+
+def test_both_halves_of_a_projection_are_as_high_as_its_parts():
+    """By them the heads that are expanded at a time are counted."""
+    projection = LatentProjection(4, 128, 64, 512)
+    with standing_in(backend="cuda"):
+        projection.arrange()
+    assert projection.key.height == 128 and projection.value.height == 64
+
+
+@pytest.mark.parametrize("heads", [20, 64, 96, 128])
+def test_a_text_of_any_length_has_few_numbers_of_heads_at_a_time(heads):
+    """Each number compiles a kernel, and the last heads' may be another."""
+    some = [heads_at_once(heads, 320 * positions) for positions in range(4096, 1 << 18, 4096)]
+    assert some == sorted(some, reverse=True) and some[0] == heads and len(set(some)) <= 7
+    assert all(n == 1 or n * 320 * (4096 + 4096 * i) <= SPAN_VALUES for i, n in enumerate(some))
 
 
 FAULTS = {

@@ -18,7 +18,7 @@ from moeflux_mlx.ops.expert_rows import refusal
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.ops.records import Records
 from moeflux_mlx.ops.tiles import TILES, using
-from moeflux_mlx.ops.value_experts import ValueRows, prompt_values, step_values
+from moeflux_mlx.ops.value_experts import COPIED, ValueRows, prompt_values, step_values
 from moeflux_mlx.planning.memory_plan import Demand, value_temporaries
 from moeflux_mlx.quant import Quant
 
@@ -102,6 +102,12 @@ def test_the_memory_of_a_prompt_is_what_the_plan_counts(is_native):
     peak = tracemalloc.get_traced_memory()[1] if is_native else mx.get_peak_memory() - before
     tracemalloc.stop()
     assert counted / 2 < peak < counted
+
+
+def test_no_copies_are_counted_where_kernels_multiply():
+    mixer = GroupedQuery(4, 4, 64, None, value_experts=Router(16, 4))
+    copied, read = (value_temporaries(512, mixer, 512, Demand(0, on_units=units)) for units in (False, True))
+    assert copied - read == 2 * COPIED * 256 * 512
 
 
 @pytest.mark.parametrize("kind", [mx.array, np.array])

@@ -207,6 +207,11 @@ class GroupedQuery(Mixer):
         return self.heads * tokens * (min(positions, tokens + self.window) if self.window else positions)
 
     @property
+    def span_heads(self) -> tuple[int, int, int] | None:
+        is_limited = self.window or self.sinks or self.relative or self.blocks
+        return None if is_limited else (self.heads, self.head_dim, self.value_width)
+
+    @property
     def attends_natively(self) -> bool:
         return self.relative is None
 

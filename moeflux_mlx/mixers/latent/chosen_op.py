@@ -24,7 +24,6 @@ from ...ops.rope import Rope
 from ...ops.rows import AnyCache
 from ...ops.seen import Chosen, SeenBlocks
 from .op import (
-    ABSORB_AT_MOST,
     AttentionMask,
     HeadMatrices,
     Matrices,
@@ -42,6 +41,7 @@ from .op import (
     softmax,
     values_native,
 )
+from .spec import ABSORB_AT_MOST
 
 
 def attend_indexed(

@@ -174,9 +174,10 @@ class LatentProjection(Weight):
         """On a GPU, splits the loaded matrix into two arrays, because CUDA's products need arrays without gaps."""
         if not backend.has_kernels():
             return
-        self.halves = [Weight(0), Weight(0)]
+        halves = [Weight(self.heads, one.height, self.shape[1]) for one in (self.key, self.value)]
         parts = [part_of_heads(self, self.heads, rows) for rows in self._rows]
-        for half, part in zip(self.halves, parts, strict=True):
+        self.halves = halves
+        for half, part in zip(halves, parts, strict=True):
             half.quant = self.quant
             for name, array in zip(self.tensors(), parts_of(part), strict=True):
                 setattr(half, name, mx.contiguous(array))

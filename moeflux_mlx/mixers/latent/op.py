@@ -40,6 +40,7 @@ from ...ops.rows import ALONE, RowArgument, RowSizes, StepRows
 from ...ops.seen import SEEING_ALL, SeenBlocks, SeenSizes
 from ...ops.tiles import planned
 from ...quant import DEFAULT
+from .spec import ABSORB_AT_MOST, heads_at_once
 
 QUERY_INPUTS = "x kv q_norm kv_norm periods positions eps magnitude scale w_q q_scales q_biases w scales biases"
 ATTEND = Kernel("latent_attend", "query token positions latents keys recent chosen", "parts stats next")
@@ -49,8 +50,6 @@ SHAPES = {"metal": (256, 8), "cuda": (512, 16)}
 WIDEST = 8 * 256  # columns of the latents, of which each thread of latent_query has eight
 PIECE, ATTENDING = 128, 128  # positions and threads of one that attends
 HEADS = 8  # heads of a threadgroup, if its memory is large enough
-ABSORB_AT_MOST = 8  # query rows; beyond, expanding costs fewer multiplications than attending over 512-wide latents
-SPAN_VALUES = 1 << 28  # of keys and values of the heads that are attended to at a time
 AttentionMask = mx.array | str | None
 
 
@@ -428,7 +427,7 @@ def expanded_ops(
     widths = nope + q_pe.shape[-1], V
     fused = takes_span(widths, q_nope.dtype, L, positions, limited)
     most = gpu_time.rows_at_once(latent.shape[-1], positions * (nope + V))
-    most = max(SPAN_VALUES // (B * positions * sum(widths)), 1) if fused else most or heads
+    most = heads_at_once(heads, B * positions * sum(widths)) if fused else most or heads
     compute, parts = of_heads_fused if fused else of_heads_ops, list[mx.array]()
     for some in (slice(start, start + most) for start in range(0, heads, most)):
         own = matrices if most >= heads else matrices.of(some)

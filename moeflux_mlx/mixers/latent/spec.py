@@ -10,6 +10,18 @@ from ...kinds.mixer import Attending, Mixer, product_operations
 from ...kinds.query_scale import QueryFactor
 from ...kinds.rotation import Rotation
 
+ABSORB_AT_MOST = 8  # query rows; beyond, expanding costs fewer multiplications than attending over 512-wide latents
+SPAN_VALUES = 1 << 28  # of keys and values of the heads that are attended to at a time
+
+
+def heads_at_once(heads: int, values: int) -> int:
+    """How many heads, each with keys and values of so many values, a GPU attends to at a time if it keeps no scores.
+    They are halved, because each number of heads compiles another kernel.
+    """
+    while heads > 1 and heads * values > SPAN_VALUES:
+        heads = (heads + 1) // 2
+    return heads
+
 
 @dataclass(frozen=True)
 class Latent(Mixer):
@@ -128,6 +140,23 @@ class Latent(Mixer):
     def scores(self, tokens: int, positions: int) -> int:
         """Two sums of scores of all heads."""
         return 2 * self.heads * tokens * self._expanded(tokens, positions)
+
+    @property
+    def span_heads(self) -> tuple[int, int, int] | None:
+        return None if self.window or self.sinks or self.rule else (self.heads, self.head_dim, self.value)
+
+    def fused_temporaries(self, tokens: int, positions: int) -> int:
+        """Keys and values of some heads at a time, keys without their rotated part too, and their queries. A few tokens
+        keep scores over the latents.
+        """
+        some = heads_at_once(self.heads, positions * (self.head_dim + self.value))
+        expanded = some * positions * (self.head_dim + self.nope + self.value)
+        scores = 2 * self.scores(ABSORB_AT_MOST, positions)
+        return self.temporaries(tokens, 0) + tokens * self.heads * self.head_dim + max(expanded, scores)
+
+    def attends_at_once(self, positions: int) -> bool:
+        some = heads_at_once(self.heads, positions * (self.head_dim + self.value))
+        return self.span_heads is None or some == self.heads
 
     @property
     def gates(self) -> int:
