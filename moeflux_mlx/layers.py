@@ -380,10 +380,15 @@ class MLP(nn.Module):
         return self._inputs.stacked if "gate_proj" in self else None
 
     def __call__(
-        self, x: Array, scale: Array | None = None, norm: Norm | None = None, residual: Array | None = None
+        self,
+        x: Array,
+        scale: Array | None = None,
+        norm: Norm | None = None,
+        residual: Array | None = None,
+        squashed: bool = False,
     ) -> Array:
-        """The MLP of norm(x), plus `residual`. `scale` [..., 1] multiplies the result; it is applied before the last
-        product, with the activation.
+        """The MLP of norm(x), plus `residual`. `scale` [..., 1] or, if that is `squashed`, its sigmoid multiplies the
+        result; it is applied before the last product, with the activation.
         """
         _, made = self._inputs(x, norm)
-        return self.down_proj(activate(made[0], made[-1], self.activation, scale), residual=residual)
+        return self.down_proj(activate(made[0], made[-1], self.activation, scale, squashed), residual=residual)

@@ -249,7 +249,7 @@ class LayerRun:
                 for number in numbers:
                     parts.append(self._mixed(layer, number, made, tables, chosen))
             behind = tuple(chain.from_iterable(part.behind for part in parts))
-            rows = MixedRows(backend.join([tuple(part.arrays) for part in parts], axis=1), parts[0].kept, behind)
+            rows = MixedRows(backend.join([tuple(part.arrays) for part in parts], axis=-2), parts[0].kept, behind)
             parts.clear()
             count = sum(len(self.texts[number]) for number in numbers)
             with observing(seen.observe) if seen is not None else nullcontext():

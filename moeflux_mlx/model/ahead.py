@@ -6,12 +6,13 @@ in the first. So it takes spans for which the host needs no value before the las
 the span is left, it does nothing.
 """
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from copy import copy
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any
 
 import mlx.core as mx
 
@@ -53,25 +54,25 @@ class LayersAhead:
 
     def pass_span(self, span: Span, caches: Sequence[Sequence[LayerCache]]) -> Pieces[None]:
         """Takes the span through its remaining layers, with the caches of each. An error leaves it between two."""
-        jobs, handed, count = list[Future[Built]](), dict[int, dict[int, Chosen]](), len(caches)
-        context, target = copy_context(), backend.name()
+        handed, count = dict[int, dict[int, Chosen]](), len(caches)
 
         def build(i: int, h: AnyArray) -> Built:
-            with standing_in(backend=target):  # nothing is evaluated
-                h = finished(self._layers[i].pass_span(h, caches[i], span))
-                return h, [array for cache in caches[i] for array in cache.state[:-1]]
+            h = finished(self._layers[i].pass_span(h, caches[i], span))
+            return h, [array for cache in caches[i] for array in cache.state[:-1]]
 
         def begin(i: int, h: AnyArray) -> None:
             handed[i] = {start: copy(chosen) for start, chosen in span.chosen.items()}
             span.begin(self._numbers[i].start, caches[i])  # may evaluate a state
-            jobs.append(thread.submit(context.run, build, i, h))
+            asked.put((i, h))
 
         try:
-            with _builder() as thread:
+            with _builder(build) as (asked, made):
                 begin(span.layer, span.hidden)
                 for i in range(span.layer, count):
-                    h, states = jobs[0].result()
-                    jobs.clear()
+                    built = made.get()
+                    if isinstance(built, BaseException):
+                        raise built
+                    h, states = built
                     yield i / count
                     if i + 1 < count:
                         begin(i + 1, h)
@@ -80,7 +81,6 @@ class LayersAhead:
                     span.reached = i + 1, h
                     del handed[i]
         except BaseException:
-            _end(jobs)
             if span.layer in handed:
                 span.chosen.clear()
                 span.chosen.update(handed[span.layer])
@@ -89,22 +89,34 @@ class LayersAhead:
             raise
 
 
-def _end(jobs: Sequence[Future[Built]]) -> None:
-    """Waits for the jobs, whatever interrupts come meanwhile: until then they write to caches."""
-    has_ended = False
-    while not has_ended:
-        with suppress(KeyboardInterrupt):
-            has_ended = all(job.done() for job in jobs)
-            time.sleep(0 if has_ended else 0.001)
-
-
 @contextmanager
-def _builder() -> Iterator[ThreadPoolExecutor]:
-    """A thread that builds graphs for this one; it has ended at the end of the block."""
-    stream = mx.default_stream(mx.default_device())
-    with ThreadPoolExecutor(1, "moeflux-layers", mx.set_default_stream, (stream,)) as thread:
-        try:
-            thread.submit(bool)  # starts it: an interrupt in its start would lose the job
-            yield thread
-        finally:
-            thread.submit(mx.clear_streams)  # as at the end of the thread of all models
+def _builder(build: Callable[..., Built]) -> Iterator[tuple[SimpleQueue[Any], SimpleQueue[Any]]]:
+    """A thread that calls `build` with what comes in the first queue, and puts the results or errors into the second;
+    it has ended at the end of the block, whatever interrupts come meanwhile: until then it writes to caches.
+
+    Queues, because an executor's futures take twice as long to hand a layer over.
+    """
+    stream, target, ended = mx.default_stream(mx.default_device()), backend.name(), Event()
+    asked, made = SimpleQueue[Any](), SimpleQueue[Any]()
+
+    def work() -> None:
+        mx.set_default_stream(stream)
+        with standing_in(backend=target):  # nothing is evaluated
+            for given in iter(asked.get, None):
+                try:
+                    made.put(build(*given))
+                except BaseException as error:
+                    made.put(error)
+        mx.clear_streams()  # as at the end of the thread of all models
+        ended.set()
+
+    thread = Thread(target=copy_context().run, args=(work,), name="moeflux-layers")
+    try:
+        thread.start()
+        yield asked, made
+    finally:
+        asked.put(None)
+        while thread.is_alive():
+            with suppress(KeyboardInterrupt):
+                ended.wait()  # an interrupted join would take the thread for ended
+                thread.join()

@@ -97,7 +97,7 @@ class SharingMoE(MoE):
         x, logits, _ = self._routed(residual, norm)
         ids, scores = self.route(logits, tokens)
         weights, beside = self._shares(x, logits, scores, residual)
-        return tuple(part.reshape(B, L, -1) for part in (beside, x, ids, weights))
+        return tuple(part if B == 1 else part.reshape(B, L, -1) for part in (beside, x, ids, weights))
 
     def _shares(self, x: Array, logits: Array, scores: Array, residual: Array) -> tuple[Array, Array]:
         """The weights [T, K] of the routed experts by their scores, and the shared experts' output, which they add."""
@@ -129,8 +129,9 @@ class MoEBetweenStreams(MoE):
     keeps_stream: ClassVar[bool] = False
 
     def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Array | None = None) -> tuple[Array, ...]:
-        """As `MoE.prepare`, without `residual`."""
-        return super().prepare(residual, norm, tokens)[1:]
+        """As `MoE.prepare`, without `residual`; the experts' input has its axes."""
+        _, x, *more = super().prepare(residual, norm, tokens)
+        return x.reshape(*residual.shape[:-1], -1), *more
 
     def finish_span(self, parts: Sequence[Array]) -> Pieces[Array]:
         return super().finish_span([zeros_like(parts[0]), *parts])
@@ -181,7 +182,8 @@ class ShortcutMoE(MoE):
     def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Array | None = None) -> tuple[Array, ...]:
         parts = Prepared(*super().prepare(residual, norm, tokens))
         ids, weights, own = without_identities(parts.ids, parts.weights, self._count)
-        return parts._replace(residual=own.astype(parts.x.dtype) * parts.x, ids=ids, weights=weights)
+        returned = (own.astype(parts.x.dtype) * parts.x).reshape(residual.shape)
+        return parts._replace(residual=returned, ids=ids, weights=weights)
 
     def _choice(self, logits: Array) -> None:
         """None: kernels that choose themselves know no expert that returns its input."""

@@ -46,7 +46,7 @@ class MixedRows(NamedTuple):
     """What `DecoderLayer.mix_span` gives for `finish_rows`.
 
     Attributes:
-        arrays: [B, N, .], one row of each for a token.
+        arrays: [B, N, .], one row of each for a token; some are [N, .] of a single text.
         kept: how many of them, the first ones, the residual keeps for its last sum.
         behind: of each text whose rows these are, one after another, what convolves the feed-forward part's output:
             the cache, its number in the layer, and the span; empty if nothing does.
@@ -271,7 +271,8 @@ class DecoderLayer(nn.Module):
         for start, end in span.blocks(caches):
             tokens = span.inputs.at(start, end) if span.inputs is not None and self._reads_tokens else None
             self._relieve()
-            x, *kept = self._mixed(backend.contiguous(h[:, start:end]), caches, span.chosen[start], tokens)
+            own = h if end - start == span.length else backend.contiguous(h[:, start:end])
+            x, *kept = self._mixed(own, caches, span.chosen[start], tokens)
             self._relieve()
             # Up to where rows meet.
             prepared: tuple[Array, ...] = self.mlp.prepare(x, self._second_norm, self._ids(x, tokens))
@@ -282,7 +283,7 @@ class DecoderLayer(nn.Module):
                 backend.finish(parts[-1][0])
             parts.append(part)
             yield start / span.length
-        return MixedRows(backend.join(parts, axis=1), len(kept), behind)
+        return MixedRows(backend.join(parts, axis=-2), len(kept), behind)
 
     def finish_rows(self, rows: MixedRows) -> Pieces[AnyArray]:
         """The layer's output [B, N, .] for the rows of a span, or of several joined: the experts over all of them."""

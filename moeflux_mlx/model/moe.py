@@ -171,18 +171,18 @@ class MoE(nn.Module):
 
         Returns:
             `residual`, the routed experts' input [B, L, D] or [B, L, latent], ids and weights [B, L, K], and the shared
-            expert's output [B, L, D] if there is one.
+            expert's output [B, L, D] if there is one; but for `residual`, [L, .] of a single text.
         """
         B, L, _ = residual.shape
         x, logits, gates = self._routed(residual, norm)
         ids, weights = self.route(logits, tokens)
         prepared = Prepared(residual, self._latent(x), ids, weights, self._shared_output(residual, x, gates))
-        return tuple(part.reshape(B, L, -1) for part in prepared if part is not None)
+        return tuple(part if B == 1 else part.reshape(B, L, -1) for part in prepared if part is not None)
 
     def finish_span(self, parts: Sequence[Array]) -> Pieces[Array]:
         """The routed experts over all tokens, from what `prepare` gave: [B, L, D]."""
         B, L, _ = parts[0].shape
-        rows = Prepared(*(part.reshape(B * L, -1) for part in parts))
+        rows = Prepared(*(part if part.ndim == 2 else part.reshape(B * L, -1) for part in parts))
         assert self.experts is not None
         shared, beside = (None, rows.shared) if self._is_apart else (rows.shared, None)
         predicts = self.keeps_stream and self.should_predict(B * L)

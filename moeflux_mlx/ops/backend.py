@@ -210,7 +210,7 @@ def zeros_like(x: AnyArray, shape: tuple[int, ...] | None = None) -> AnyArray:
     shape = x.shape if shape is None else shape
     if computes_at_once(x):
         return np.zeros(shape, x.dtype)
-    return _zeros(shape, x.dtype, str(mx.default_device())) if math.prod(shape) <= FEW else mx.zeros(shape, x.dtype)
+    return zeros(shape, x.dtype) if math.prod(shape) <= FEW else mx.zeros(shape, x.dtype)
 
 
 @cache
@@ -219,6 +219,11 @@ def constant(value: float, shape: tuple[int, ...]) -> mx.array:
     made of values, because a thread that only builds graphs cannot wait for an operation.
     """
     return mx.array(np.full(shape, value, np.float32))
+
+
+def zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """Zeros of MLX's that are made once, for many operations that only read them."""
+    return _zeros(shape, dtype, str(mx.default_device()))
 
 
 @lru_cache(32)

@@ -1,7 +1,7 @@
 """Elementwise operations, and others that need no kernel of their own; norms are in `norm`."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache, partial
 
 import mlx.core as mx
@@ -10,7 +10,7 @@ import numpy as np
 
 from ..kinds import SILU, Activation
 from . import native
-from .backend import Array, as_dtype, has_kernels, library_of, of_kind, view
+from .backend import AnyArray, Array, as_dtype, has_kernels, library_of, of_kind, view
 from .tiles import MAX_TOKENS
 
 
@@ -26,29 +26,55 @@ def split(x: Array, *ends: int) -> list[Array]:
     return list(mx.split(x, list(ends), axis=-1))
 
 
-def activate(gate: Array, up: Array, activation: Activation = SILU, scale: Array | None = None) -> Array:
-    """Applies `activation` to gate and up, which have one shape, and multiplies by `scale` [..., 1] if it is given; the
-    result has gate's dtype. For a prompt on a GPU it is one launch.
+def activate(
+    gate: Array, up: Array, activation: Activation = SILU, scale: Array | None = None, squashed: bool = False
+) -> Array:
+    """Applies `activation` to gate and up, which have one shape, and multiplies by `scale` [..., 1] if it is given, or
+    by its sigmoid if that is `squashed`; the result has gate's dtype. For a prompt on a GPU it is one launch.
     """
     more = () if scale is None else (scale,)
     if isinstance(gate, mx.array):
-        is_prompt = has_kernels() and gate.size > MAX_TOKENS * gate.shape[-1]
-        compute = _joined(activation) if is_prompt else partial(_activated, activation)
-        return compute(gate, up, *more)
+        compute = _joined if _are_prompts(gate.size // gate.shape[-1]) else partial
+        return compute(_activated, activation, squashed)(gate, up, *more)
     rows = [np.ascontiguousarray(a).reshape(-1, a.shape[-1]) for a in (gate, up)]
     act: np.ndarray = native.activate(rows[0], rows[1], activation).reshape(gate.shape)
-    return act if scale is None else (act * scale).astype(act.dtype)
+    return _scaled(act, scale, squashed)
+
+
+def _are_prompts(rows: int) -> bool:
+    """Whether so many rows are those of prompts on a GPU, where several operations are compiled as one."""
+    return has_kernels() and rows > MAX_TOKENS
 
 
 @cache
-def _joined(activation: Activation) -> Callable[..., mx.array]:
-    """`_activated` as one operation."""
-    return mx.compile(partial(_activated, activation), shapeless=True)
+def _joined(compute: Callable[..., mx.array], *given: Hashable) -> Callable[..., mx.array]:
+    """`compute` behind what is `given`, as one operation."""
+    return mx.compile(partial(compute, *given), shapeless=True)
 
 
-def _activated(activation: Activation, gate: mx.array, up: mx.array, scale: mx.array | None = None) -> mx.array:
-    act = _of_form(activation, gate, up)
-    return act if scale is None else (act * scale).astype(act.dtype)
+def _activated(
+    activation: Activation, squashed: bool, gate: mx.array, up: mx.array, scale: mx.array | None = None
+) -> mx.array:
+    return _scaled(_of_form(activation, gate, up), scale, squashed)
+
+
+def _scaled(act: Array, scale: Array | None, squashed: bool) -> Array:
+    if scale is None:
+        return act
+    made: Array = (act * (sigmoid(scale) if squashed else scale)).astype(act.dtype)
+    return made
+
+
+def times_sigmoid(x: Array, gates: Array) -> AnyArray:
+    """x * sigmoid(gates) [B, L, heads * D], both [B, L, heads, D]; for a prompt on a GPU it is one launch."""
+    shape = *x.shape[:2], -1
+    if _are_prompts(x.shape[0] * x.shape[1]):
+        return _joined(_times_sigmoid)(x, gates).reshape(shape)
+    return _times_sigmoid(x.reshape(shape), gates.reshape(shape))
+
+
+def _times_sigmoid(x: Array, gates: Array) -> Array:
+    return x * sigmoid(gates)
 
 
 def _of_form(activation: Activation, gate: mx.array, up: mx.array) -> mx.array:

@@ -63,8 +63,8 @@ class Shared:
     """The expert that every token uses.
 
     Args:
-        layer: computes it with separate products: from x [T, H] and a scale [T, 1] or None the output [T, H], plus
-            `residual` [T, H] if that is given.
+        layer: computes it with separate products: from x [T, H] and a scale [T, 1] or None, whose sigmoid multiplies
+            if it is `squashed`, the output [T, H], plus `residual` [T, H] or None.
         gate_up: gate's rows and then up's, [2 I, H], if there is a gate and they are stored alike; else None.
         down: [H, I].
         gates: [T, O] float32, the last column is each token's scale before the sigmoid; None: no scale.
@@ -79,12 +79,12 @@ class Shared:
 
     def rows(self, x: Array, residual: Array | None = None) -> Array:
         """The output [T, H] in x's dtype, plus `residual` [T, H]."""
-        scale = None if self.gates is None else sigmoid(self.gates[:, -1:])
+        scale = None if self.gates is None else self.gates[:, -1:]
         act = self._act(x)
         if act is None:
-            output: Array = self.layer(x, scale) if residual is None else self.layer(x, scale, residual=residual)
+            output: Array = self.layer(x, scale, residual=residual, squashed=True)
             return output
-        act = act if scale is None else (act * scale).astype(act.dtype)
+        act = act if scale is None else (act * sigmoid(scale)).astype(act.dtype)
         return linear(act, self.down, residual=residual)
 
     def _act(self, x: AnyArray) -> AnyArray:

@@ -234,7 +234,7 @@ class Recorder:
                 later = self.layers[place + distance]
                 layer = self.model.layers[later]
                 _, _, ids, weights, *_ = layer.mlp.prepare(residual[None], layer.post_attention_layernorm)
-                self.guesses[distance, later].append(np.stack([np.array(ids[0]), np.array(weights[0])]))
+                self.guesses[distance, later].append(np.stack([np.array(ids), np.array(weights)]))
 
     def trace(self) -> np.ndarray:
         """[tokens, layers, K]."""

@@ -4,15 +4,18 @@ Kernels of CUDA are replaced by sums of their inputs, so every value depends on 
 """
 
 import json
+import re
 import signal
 import threading
 import time
+from collections import Counter
 from contextlib import closing
 from itertools import count
 from random import Random
 from typing import ClassVar
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from tiny_models import tiny_directory
 
@@ -44,6 +47,16 @@ def build(kernel, *_):
             value = mx.abs(mx.sin(total * (i + 1)))
             made.append(mx.broadcast_to(value, shape).astype(dtype))
         return made
+
+    return call
+
+
+def linked(kernel, *_):
+    """As `build`; each launch is one operation of the graph."""
+
+    def call(*, inputs, output_shapes, output_dtypes, **_):
+        made = [mx.array(np.zeros(shape), dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+        return mx.depends(made, inputs)
 
     return call
 
@@ -139,6 +152,29 @@ def test_two_threads_compute_the_bits_of_one(family):
         assert made == bits(in_one_thread(model, span_of(model, start, length), other), other)
         start += length
     assert len(set(made)) > 6
+
+
+@pytest.mark.parametrize("layer", [0, 3], ids=["delta rule", "attention"])
+def test_operations_between_the_launches_of_a_layer(layer, tmp_path):
+    """On CUDA the host takes longer for a short prompt's graph than the GPU: no array is made anew that all layers may
+    share, and no launch gets what another one has made in another shape."""
+    model = opened("qwen3_5_moe")
+    caches = by_layer(cache_numbers(model.args.visited), model.make_cache())[layer]
+    span, h = span_of(model, 0, 20), mx.zeros((1, 20, model.args.hidden_size), mx.bfloat16)
+    mx.eval(h)
+    with standing_in(build=linked):
+        out = finished(model.visits[layer].pass_span(h, caches, span))
+    mx.export_to_dot(str(tmp_path / "graph.dot"), out, *(array for cache in caches for array in cache.state[:-1]))
+    text = (tmp_path / "graph.dot").read_text()
+    names = dict(re.findall(r'(\d+) \[label ?= ?"(\w+)"', text))
+    made = {array: names[number] for number, array in re.findall(r'(\d+) -> "(\w+)"', text)}
+    taken = [(made.get(array), number) for array, number in re.findall(r'"(\w+)" -> (\d+)', text)]
+    counts = Counter(names.values())
+    assert not {"Contiguous", "Sigmoid"} & counts.keys() and counts["Full"] == (2 if layer else 0)
+    views = {number for before, number in taken if before == "Depends" and names[number] in ("Reshape", "ExpandDims")}
+    assert len(views) == 1, "of the output"
+    joined = [name for name in counts if name.startswith("Compiled")]
+    assert len(joined) == (2 if layer else 1) and counts["Depends"] == (6 if layer else 10)
 
 
 def test_states_are_kept_within_a_span():

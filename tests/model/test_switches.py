@@ -319,7 +319,7 @@ def test_routers_with_biases_and_limits_of_their_logits(rule, gated, array):
     shared, rng = SharedExpert(32, gated=True) if gated else None, np.random.default_rng(4)
     moe, norm = filled(MoE(Experts(rule, 32, shared), 64, 0, None)), RMSNorm(64, EPS)
     x = rng.normal(size=(1, 3, 64)).astype(np.float32)
-    ids, weights = (np.array(part)[0] for part in moe.prepare(array(x), norm)[2:4])
+    ids, weights = map(np.array, moe.prepare(array(x), norm)[2:4])
     logits = normed(wide(x[0]), norm) @ wide(moe.gate.weight).T + wide(moe.gate.bias)
     if rule.softcap:
         logits = rule.softcap * np.tanh(logits / rule.softcap)

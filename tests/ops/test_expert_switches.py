@@ -253,9 +253,21 @@ def test_activations_of_many_values(path, activation):
 def test_a_prompts_activation_has_the_values_of_its_operations():
     rng = np.random.default_rng(4)
     gate, up, scale = (mx.array(rng.normal(size=(MAX_TOKENS + 1, n)).astype(np.float32)) for n in (32, 32, 1))
-    with standing_in(backend="metal"):
-        made = elementwise.activate(gate, up, ACTIVATIONS[0], scale)
-    np.testing.assert_allclose(made, elementwise.activate(gate, up, ACTIVATIONS[0]) * scale, rtol=1e-5)
+    for squashed, factor in ((False, scale), (True, mx.sigmoid(scale))):
+        with standing_in(backend="metal"):
+            made = elementwise.activate(gate, up, ACTIVATIONS[0], scale, squashed)
+        np.testing.assert_allclose(made, elementwise.activate(gate, up, ACTIVATIONS[0]) * factor, rtol=1e-5)
+
+
+def test_a_prompts_gates_are_those_of_a_token():
+    """Also where gates stand between other values."""
+    rng = np.random.default_rng(5)
+    x, both = (mx.array(rng.normal(size=(2, MAX_TOKENS, 3, n)).astype(np.float32)) for n in (8, 16))
+    want = np.array(x) / (1 + np.exp(-np.array(both[..., 8:])))
+    for target in ("metal", "ops"):
+        with standing_in(backend=target):
+            made = elementwise.times_sigmoid(x, both[..., 8:])
+        np.testing.assert_allclose(made, want.reshape(2, MAX_TOKENS, -1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("top_k, activation", [(17, ACTIVATIONS[0]), (22, ACTIVATIONS[4]), (32, ACTIVATIONS[2])])

@@ -320,10 +320,11 @@ class Layer(Experts):
         last = Part(EXPERTS, *parts[2])
         self.logits = random(rng, T, columns)
 
-        def multiplied(x, scale):
+        def multiplied(x, scale, residual, squashed):
+            assert squashed and residual is None
             gate, up = mx.split(linear(x, first), 2, axis=-1)
             act = gate * mx.sigmoid(gate) * up
-            return linear((act if scale is None else act * scale).astype(x.dtype), last)
+            return linear((act if scale is None else act * mx.sigmoid(scale)).astype(x.dtype), last)
 
         self.shared = Shared(multiplied, first, last, self.logits if gated else None)
 

@@ -115,10 +115,10 @@ class Step:
         """Returns a function of the gates' columns that gives a shared expert."""
         gate_up, down = self.matrix(2 * self.inner, self.hidden), self.matrix(self.hidden, self.inner)
 
-        def layer(x, scale):
+        def layer(x, scale, residual, squashed):
             gate, up = elementwise.split(linear.linear(x, gate_up), self.inner)
             out = linear.linear(elementwise.activate(gate, up, self.activation), down)
-            return out if scale is None else out * scale.astype(out.dtype)
+            return out if scale is None else out * elementwise.sigmoid(scale).astype(out.dtype)
 
         return lambda gates: Shared(layer, gate_up, down, gates if gated else None, self.activation)
 

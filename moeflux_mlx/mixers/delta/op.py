@@ -280,8 +280,7 @@ def _begun(state: RecurrentState, dtype: mx.Dtype, sizes: Delta) -> tuple[mx.arr
     """A sequence's two arrays, zeros before its first token."""
     if state.conv is not None and state.recurrent is not None:
         return state.conv.astype(dtype), state.recurrent
-    conv = mx.zeros((1, sizes.taps - 1, sizes.channels), dtype)
-    return conv, mx.zeros((1, sizes.value_heads, sizes.value_dim, sizes.key_dim), mx.float32)
+    return backend.zeros((1, *sizes.conv_shape), dtype), backend.zeros((1, *sizes.state_shape), mx.float32)
 
 
 @planned("delta", PLANS)
@@ -322,36 +321,35 @@ def _many_on_kernels(
     """`delta` for several tokens of one sequence: [1, L, value width]."""
     L = qkv.shape[1]
     conv, recurrent = _begun(state, qkv.dtype, sizes)
-    qkv, z, b, a = parts = [part.reshape(L, -1) for part in (qkv, z, b, a)]  # indexing with [0] would copy
-    where: list[Columns | None] = [None] * len(parts)
+    where: list[Columns | None] = [None] * len(PARTS[:-1])
     if joined is not None:
-        where = [(piece, joined.shape[-1]) for piece in in_turn(joined, *parts)]
-    qkv, conv = conv_silu(qkv, conv.reshape(conv.shape[1:]), w.conv.reshape(sizes.channels, -1), where[0])
-    given = qkv, a, b, w.A_log, w.dt_bias, recurrent.reshape(recurrent.shape[1:]), sizes.key_heads, sizes.channel_decay
+        where = [(piece, joined.shape[-1]) for piece in in_turn(joined, qkv, z, b, a)]
+    qkv, conv = conv_silu(qkv, conv, w.conv, where[0])
+    given = qkv, a, b, w.A_log, w.dt_bias, recurrent, sizes.key_heads, sizes.channel_decay
     out, recurrent = gated_delta(*given) if L <= MAX_TOKENS else gated_delta_tokens(*given, where[3], where[2])
-    state.absorb([conv[None], recurrent[None]], L)
-    return gated_norm(out, z.reshape(out.shape), w.norm, w.eps, sizes.gate, where[1]).reshape(1, L, -1)
+    state.absorb([conv, recurrent], L)
+    return gated_norm(out, z, w.norm, w.eps, sizes.gate, where[1])
 
 
 def conv_silu(
     x: mx.array, state: mx.array, weight: mx.array, where: Columns | None = None
 ) -> tuple[mx.array, mx.array]:
     """silu of the causal depthwise convolution of x [T, C] after state [taps - 1, C]; weight [C, taps]. `where`: of x.
+    More axes of length 1 are kept.
 
     Returns (out [T, C], the next state).
     """
     given, stride = where or (x, x.shape[-1])
-    launch = plan_conv(backend.name(), x.shape, x.dtype, weight.shape, weight.dtype, stride)
-    out, following = launch(given, state.astype(x.dtype), weight, count(x.shape[0]))
+    launch = plan_conv(backend.name(), x.shape, x.dtype, state.shape, weight.dtype, stride)
+    out, following = launch(given, state.astype(x.dtype), weight, count(x.shape[-2]))
     return out, following
 
 
 @lru_cache(PLANS)
-def plan_conv(target: str, x: Shape, dtype: mx.Dtype, weight: Shape, weight_dtype: mx.Dtype, stride: int) -> Launch:
-    T, C = x
-    taps = weight[1]
-    template = {"X": dtype, "W": weight_dtype, "C": C, "TAPS": taps, "AT_X": stride}
-    return Launch(target, CONV_SILU, template, (ceildiv(C, THREADS), T), THREADS, [(x, dtype), ((taps - 1, C), dtype)])
+def plan_conv(target: str, x: Shape, dtype: mx.Dtype, state: Shape, weight_dtype: mx.Dtype, stride: int) -> Launch:
+    *_, T, C = x
+    template = {"X": dtype, "W": weight_dtype, "C": C, "TAPS": state[-2] + 1, "AT_X": stride}
+    return Launch(target, CONV_SILU, template, (ceildiv(C, THREADS), T), THREADS, [(x, dtype), (state, dtype)])
 
 
 def _decay(rule: ChannelDecay | None) -> dict[str, int | float]:
@@ -378,9 +376,11 @@ def gated_delta(
         state: [value heads, value dim, key dim] float32, key dim a multiple of 32.
         rule: the decay per channel, with a [T, key width] and dt_bias [key width]; None: one decay per head.
 
+    The arrays may have more axes of length 1 before these, which the next state keeps.
+
     Returns (out [T, value heads, value dim] in qkv's dtype, the next state).
     """
-    T = qkv.shape[0]
+    T = qkv.shape[-2]
     launch = plan_delta(backend.name(), T, qkv.dtype, state.shape, key_heads, rule)
     out, following = launch(qkv, a, b, A_log, dt_bias, state, count(T))
     return out, following
@@ -388,7 +388,7 @@ def gated_delta(
 
 @lru_cache(PLANS)
 def plan_delta(target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int, rule: ChannelDecay | None) -> Launch:
-    heads, v_dim, k_dim = state
+    *_, heads, v_dim, k_dim = state
     template = {"X": dtype, "NK": key_heads, "NV": heads, "DK": k_dim, "DV": v_dim} | _decay(rule)
     template |= {"R": STATE_ROWS, "SG": SIMDGROUPS}
     groups = (ceildiv(v_dim, STATE_ROWS * SIMDGROUPS), heads)
@@ -412,7 +412,7 @@ def gated_delta_tokens(
 
     The steps are computed one by one, so the bits do not depend on how a text is cut into calls.
     """
-    T = qkv.shape[0]
+    T = qkv.shape[-2]
     target = backend.name()
     (own_a, a_stride), (own_b, b_stride) = where_a or (a, a.shape[-1]), where_b or (b, b.shape[-1])
     prepare, steps = plan_tokens(target, T, qkv.dtype, state.shape, key_heads, rule, a_stride, b_stride)
@@ -433,7 +433,7 @@ def plan_tokens(
     b_stride: int,
 ) -> tuple[Launch, Launch]:
     """The launch that prepares the inputs of the steps, and that of the steps."""
-    heads, v_dim, k_dim = state
+    *_, heads, v_dim, k_dim = state
     tile = tile_of(target, "gated_delta_tokens")
     template = {"X": dtype, "NK": key_heads, "NV": heads, "DK": k_dim} | _decay(rule)
     vectors = 2 if rule is None else 3
@@ -458,18 +458,19 @@ def gated_norm(
     x: mx.array, z: mx.array, weight: mx.array, eps: float, gate: str = "silu", where: Columns | None = None
 ) -> mx.array:
     """rms_norm(x) * weight * silu(z), or sigmoid(z) as `gate` says, over the last axis; x, z [..., heads, D], weight
-    [D]. `where`: of z's rows of all heads.
+    [D]. `where`: of z's rows of all heads. The result has z's shape, in which heads may be one axis with D.
     """
-    given, stride = where or (z, z.shape[-2] * z.shape[-1])
-    launch = plan_norm(backend.name(), x.shape, x.dtype, weight.dtype, gate, stride)
+    given, stride = where or (z, x.shape[-2] * x.shape[-1])
+    launch = plan_norm(backend.name(), x.shape, z.shape, x.dtype, weight.dtype, gate, stride)
     return launch(x, given, weight, eps, count(x.size // x.shape[-1]))[0]
 
 
 @lru_cache(PLANS)
-def plan_norm(target: str, x: Shape, dtype: mx.Dtype, weight_dtype: mx.Dtype, gate: str, stride: int) -> Launch:
+def plan_norm(
+    target: str, x: Shape, out: Shape, dtype: mx.Dtype, weight_dtype: mx.Dtype, gate: str, stride: int
+) -> Launch:
     *lead, heads, D = x
     template = {"X": dtype, "W": weight_dtype, "D": D, "SG": SIMDGROUPS, "SIGMOID": int(gate == "sigmoid")}
     template |= {"HEADS": heads, "AT_Z": stride}
-    return Launch(
-        target, GATED_NORM, template, (ceildiv(prod(lead) * heads, SIMDGROUPS), 1), 32 * SIMDGROUPS, [(x, dtype)]
-    )
+    groups = ceildiv(prod(lead) * heads, SIMDGROUPS), 1
+    return Launch(target, GATED_NORM, template, groups, 32 * SIMDGROUPS, [(out, dtype)])

@@ -22,7 +22,7 @@ from ...ops import backend, gpu_time, native
 from ...ops.attend_span import attend_span, combine_launch, takes_span
 from ...ops.backend import AnyArray, Array, kernels_take, native_takes, of_kind, stack, view
 from ...ops.causal_parts import in_parts
-from ...ops.elementwise import sigmoid
+from ...ops.elementwise import sigmoid, times_sigmoid
 from ...ops.kv_rows import row_bytes
 from ...ops.launch import (
     MOST_THREADS,
@@ -94,8 +94,8 @@ def attend(
     v = terms.values(v)
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
     q, k = terms.queries(q, position), terms.keys(k, position)
-    out = (_span_native if is_native else attend_in_parts)(q, k, v, cache, terms).reshape(B, L, -1)
-    return out if gate is None else out * sigmoid(gate.reshape(B, L, -1))
+    out = (_span_native if is_native else attend_in_parts)(q, k, v, cache, terms)
+    return out.reshape(B, L, -1) if gate is None else times_sigmoid(out, gate)
 
 
 def _span_native(q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, terms: Terms) -> np.ndarray:
