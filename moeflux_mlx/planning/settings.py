@@ -27,6 +27,9 @@ UNLIMITED, SMALL_LIMIT, SMALL_MAC = 1_000_000, 2_000, 16 << 30
 # To hand over a CUDA graph costs about as much as ten launches in it, and what comes after the first runs beside the
 # GPU: on an H200 a token of Qwen3-30B-A3B's shapes takes 2.96 ms with 40 launches in one, 2.56 with 130, 2.55 with 400.
 CUDA_OPERATIONS = 130
+# CUDA's build keeps what it made for the last 256 shapes of attention. Unless this is 0 it refuses the 513th shape that
+# a thread computes (`LRUCache` of mlx/backend/cuda/lru_cache.h, version 0.32), and each turn of a chat has new ones.
+SHAPES_CHECK = "MLX_ENABLE_CACHE_THRASHING_CHECK"
 # Each further command buffer of a token costs an Apple GPU about 20 us (mlx#4521). Others measured a gain from 300
 # operations on M1 to M4, and a loss on M5 (mlxcel#353, #360).
 METAL_OPERATIONS, RAISED = 300, re.compile(r"Apple M[1-4]\b")
@@ -77,7 +80,7 @@ def set_variables() -> bool:
 def variables_for(chip: str | None, memory: int) -> Mapping[str, int]:
     """The values for a Mac with this chip and these bytes of memory; None: no Mac."""
     if chip is None:
-        return {WORDS: UNLIMITED, OPERATIONS: CUDA_OPERATIONS}
+        return {WORDS: UNLIMITED, OPERATIONS: CUDA_OPERATIONS, SHAPES_CHECK: 0}
     words = SMALL_LIMIT if memory <= SMALL_MAC else UNLIMITED
     return {WORDS: words} | ({OPERATIONS: METAL_OPERATIONS} if RAISED.match(chip) else {})
 

@@ -16,7 +16,16 @@ from moeflux_mlx import configure_mlx, load, load_model
 from moeflux_mlx.cli.run import execute
 from moeflux_mlx.errors import MoefluxWarning
 from moeflux_mlx.planning import settings
-from moeflux_mlx.planning.settings import OPERATIONS, OWN, WORDS, BufferLimits, gathered, set_variables, variables_for
+from moeflux_mlx.planning.settings import (
+    OPERATIONS,
+    OWN,
+    SHAPES_CHECK,
+    WORDS,
+    BufferLimits,
+    gathered,
+    set_variables,
+    variables_for,
+)
 
 GIB = 1 << 30
 
@@ -24,14 +33,16 @@ GIB = 1 << 30
 @pytest.fixture
 def unset(monkeypatch):
     """MLX's variables are not set, and what a test sets is taken back."""
-    for name in (OPERATIONS, WORDS):
+    for name in (OPERATIONS, WORDS, SHAPES_CHECK):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
 def in_a_process(code, *arguments):
     """Returns what a new process prints that has none of the variables; `code` begins before any import."""
-    environment = {name: value for name, value in child_environment().items() if not name.startswith("MLX_MAX_")}
+    environment = {
+        name: value for name, value in child_environment().items() if not name.startswith(("MLX_MAX_", "MLX_ENABLE_"))
+    }
     done = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -57,7 +68,7 @@ def in_a_process(code, *arguments):
 )
 def test_values_by_chip(chip, gib, operations, words):
     wanted = {WORDS: words} | ({} if operations is None else {OPERATIONS: operations})
-    assert variables_for(chip, gib * GIB) == wanted
+    assert variables_for(chip, gib * GIB) == wanted | ({SHAPES_CHECK: 0} if chip is None else {})
 
 
 def test_a_mac_s_chip_is_asked_of_the_system(monkeypatch):
