@@ -24,7 +24,7 @@ from ..model.ngrams import NGramLayer
 from ..model.residual import WeighedParts
 from ..model.streams import MIXERS, MLP, MessageGates, MessageQueries, connection
 from ..ops import backend
-from ..ops.attend_span import FEW, LONG, takes_span
+from ..ops.attend_span import takes_span
 from ..ops.backend import Array, EitherArray
 from ..ops.forms import DTYPES
 from ..ops.kernel_files import Program
@@ -41,7 +41,8 @@ from .random_weights import Shapes, randomise
 from .some_experts import values_of_zeros, ways_of_experts
 
 R = TypeVar("R")
-TOKENS, TURNS = (1, 4, 512), (1, FEW[0], FEW[-1])  # one, a few, and many; one, and of short turns
+TOKENS, TURNS = (1, 4, 512), (1, 4, 127)  # one, a few, and many; one, and of short turns
+LONG = 1 << 15  # positions
 Compute = Callable[[Any, Any], object]  # takes activations and a function that makes caches
 
 
@@ -184,7 +185,7 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, Sequen
         mix = partial(_mix, args, mixer, module, norm if residual.weighed else before)
         yield mixer.title, layers, mix, ()
         special: list[tuple[str, int, Sequence[int]]] = [(*moment, (1,)) for moment in mixer.moments(MAX_LENGTH)]
-        if mixer.span_heads and takes_span(mixer.span_heads[1:], shapes.dtype, FEW[0], LONG, False):
+        if mixer.span_heads and takes_span(mixer.span_heads[1:], shapes.dtype, TURNS[-1], False):
             special += [("short turn", 0, TURNS), ("short turn behind a long text", LONG, TURNS)]
         for moment, length, only in special:
             yield f"{mixer.title}, {moment}", layers, _late(mix, shapes.dtype, length), only

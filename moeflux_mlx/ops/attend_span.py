@@ -1,8 +1,9 @@
-"""Attention of many new positions on CUDA, where MLX's fused attention does not take the heads or uses a part of the
-GPU only.
+"""Attention of many new positions on CUDA.
 
-Of heads wider than 128, MLX keeps all scores (`causal_parts`). Here a launch keeps none. Where a span has too few rows
-for the whole GPU, the positions are cut into pieces, and a second launch sums them; the cuts depend on sizes only.
+MLX keeps all scores of heads wider than 128 (`causal_parts`), uses a part of the GPU for few rows, and has cuDNN plan
+each new number of positions, which takes longer than a short turn's attention. Here a launch keeps no scores and one
+text serves all lengths. Where a span has too few rows for the whole GPU, the positions are cut into pieces, and a
+second launch sums them; the cuts depend on sizes only.
 """
 
 from collections.abc import Sequence
@@ -19,11 +20,8 @@ from .tiles import planned
 
 ATTEND_SPAN = Kernel("attend_span", "q keys values scale positions", "out", units="matrix")
 ATTEND_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
-FUSED, WIDEST = 128, 256  # the widest heads of MLX's attention, and of the kernel
+WIDEST = 256  # heads
 MOST = 16  # pieces of the positions, where there are several
-# For so many rows of at least so many positions MLX's attention, which does not cut these, takes two to three times as
-# long. It has another for up to three rows.
-FEW, LONG = range(4, 128), 1 << 15
 
 
 class SpanSizes(NamedTuple):
@@ -46,24 +44,20 @@ class SpanSizes(NamedTuple):
 SIZES, OTHERS = {9: SpanSizes(128)}, SpanSizes(32)
 
 
-def takes_span(widths: tuple[int, int], dtype: mx.Dtype, rows: int, count: int, limited: bool) -> bool:
-    """Whether `attend_span` takes `rows` new positions, of `count` in all, as `span_refusal` has the others."""
-    return rows > 1 and not span_refusal(backend.name(), widths, dtype, limited, rows in FEW and count >= LONG)
+def takes_span(widths: tuple[int, int], dtype: mx.Dtype, rows: int, limited: bool) -> bool:
+    """Whether `attend_span` takes `rows` new positions, as `span_refusal` has the others."""
+    return rows > 1 and not span_refusal(backend.name(), widths, dtype, limited)
 
 
 @planned("attend_span")
-def span_refusal(
-    target: str, widths: tuple[int, int], dtype: mx.Dtype, limited: bool, is_slow: bool = False
-) -> Reason | None:
+def span_refusal(target: str, widths: tuple[int, int], dtype: mx.Dtype, limited: bool) -> Reason | None:
     """Why MLX's attention is used for a span with heads of these widths of keys and values. `limited`: whether a query
-    sees a window or a chunk only, or the softmax has sinks. `is_slow`: whether MLX's is slow for so many positions.
+    sees a window or a chunk only, or the softmax has sinks.
     """
     if target != "cuda":
         return Reason("no Apple GPU has run the kernel")
     if 0 < backend.capability() < 8:
         return Reason(f"NVIDIA's capability {backend.capability()} has no matrix units for bfloat16")
-    if max(widths) <= FUSED and not is_slow:
-        return Reason(f"MLX's own is fused for heads up to {FUSED}")
     if limited:
         return Reason("there is a window, or sinks")
     if dtype.size != 2:

@@ -174,7 +174,7 @@ def test_operations_between_the_launches_of_a_layer(layer, tmp_path):
     views = {number for before, number in taken if before == "Depends" and names[number] in ("Reshape", "ExpandDims")}
     assert len(views) == 1, "of the output"
     joined = [name for name in counts if name.startswith("Compiled")]
-    assert len(joined) == (2 if layer else 1) and counts["Depends"] == (6 if layer else 10)
+    assert len(joined) == (2 if layer else 1) and counts["Depends"] == (8 if layer else 10)
 
 
 def test_states_are_kept_within_a_span():

@@ -137,7 +137,7 @@ def attend_in_parts(
     """
     B, _, L, D = q.shape
     limited, widths = terms.window is not None or terms.sinks is not None, (D, v.shape[-1])
-    if part_of is None and takes_span(widths, q.dtype, L, cache.offset + L, limited):
+    if part_of is None and takes_span(widths, q.dtype, L, limited):
         return attend_span(q, *cache.append(k, v.transpose(0, 2, 1, 3)), terms.scale)
     k, v = cache.update_and_fetch(k, v.transpose(0, 2, 1, 3))  # [B, heads, L, D]
     parts: list[mx.array] = []

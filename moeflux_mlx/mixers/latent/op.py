@@ -425,7 +425,7 @@ def expanded_ops(
     (B, heads, L, nope), positions, V = q_nope.shape, latent.shape[2], matrices.value.height
     limited = not isinstance(mask, str) or matrices.window is not None or matrices.sinks is not None
     widths = nope + q_pe.shape[-1], V
-    fused = takes_span(widths, q_nope.dtype, L, positions, limited)
+    fused = takes_span(widths, q_nope.dtype, L, limited)
     most = gpu_time.rows_at_once(latent.shape[-1], positions * (nope + V))
     most = heads_at_once(heads, B * positions * sum(widths)) if fused else most or heads
     compute, parts = of_heads_fused if fused else of_heads_ops, list[mx.array]()
