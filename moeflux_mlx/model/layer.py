@@ -260,7 +260,8 @@ class DecoderLayer(nn.Module):
     def mix_span(self, h: Array, caches: Sequence[LayerCache], span: Span) -> Pieces[MixedRows]:
         """The mixer over a span, block by block, and all that each token's feed-forward part needs before the experts.
 
-        At most two blocks are in flight, so that only their temporaries are in memory.
+        At most two blocks are in flight, or the layer before and one block, so that only their temporaries are in
+        memory; those of the last block of several are gone before the experts begin.
         """
         parts: list[tuple[Any, ...]] = []
         kept: list[AnyArray] = []
@@ -279,11 +280,14 @@ class DecoderLayer(nn.Module):
             part = *kept, *prepared
             backend.start(*part, *(array for cache in caches for array in cache.state[:-1]))
             span.passed(end, caches)
-            if parts:
-                backend.finish(parts[-1][0])
+            if end - start < span.length:
+                backend.finish(parts[-1][0] if parts else h)
             parts.append(part)
             yield start / span.length
-        return MixedRows(backend.join(parts, axis=-2), len(kept), behind)
+        is_cut, joined = len(parts) > 1, backend.join(parts, axis=-2)
+        if is_cut:
+            backend.finish(joined[-1])
+        return MixedRows(joined, len(kept), behind)
 
     def finish_rows(self, rows: MixedRows) -> Pieces[AnyArray]:
         """The layer's output [B, N, .] for the rows of a span, or of several joined: the experts over all of them."""

@@ -234,11 +234,11 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     """Bytes of the largest set of temporaries that a span needs, or the image that is encoded before it.
 
     The span always needs its hidden states before and after a layer's mixer, in all streams, and normed; the shared
-    expert's output; the states to rewind to; what layers hand on; the rows of n-grams; and where a GPU multiplies by
-    dequantised matrices those of two layers, because it gets the next layer before this one is done. In addition it
-    needs either one block in a mixer, with a copy of a growing cache and the dequantised part of a quantised one, or
-    all experts' outputs and the waves in flight. This holds for any number of operations that MLX gathers in a command
-    buffer: on a GPU, blocks, parts of them and waves are waited for.
+    expert's output; the states to rewind to; what layers hand on; and the rows of n-grams. In addition it needs either
+    one block in a mixer, with a copy of a growing cache and the dequantised part of a quantised one, or all experts'
+    outputs and the waves in flight. Where a GPU multiplies by dequantised matrices those of two layers are added,
+    because it gets the next layer before this one is done; but not to the experts of several blocks. This holds for any
+    number of operations that MLX gathers in a command buffer: on a GPU, blocks, parts of them and waves are waited for.
     """
     span = min(sizes.span, context)
     on_units = demand.on_units and not any(map(form_refusal, layout.records.values()))
@@ -253,12 +253,13 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     chosen = INDEX_BYTES * max(mixer.handed_on for mixer in args.mixer_counts)
     lent = 2 * demand.itemsize * max(mixer.lent for mixer in args.mixer_counts)  # with rotated keys, and without
     streams += span * (chosen + lent + sum(part.row_bytes for part in args.ngrams.values()))
-    streams += 2 * demand.dense
+    dense = 2 * demand.dense
     block = _mixer_bytes(args, min(sizes.block, span), demand, context) + mixing_bytes(args, sizes.block, span, demand)
     layers = [make_caches(mixer) for mixer in args.mixer_counts]
     block += max(sum(cache.bytes_for(context, demand.itemsize) for cache in caches) for caches in layers)
     block += max(sum(cache.fetched_bytes(context, demand.itemsize) for cache in caches) for caches in layers)
-    return max(streams + max(block, _experts_bytes(args, layout, demand, span)), demand.encoding)
+    experts = _experts_bytes(args, layout, demand, span) + (dense if span <= sizes.block else 0)
+    return max(streams + max(block + dense, experts), demand.encoding)
 
 
 def _streams(args: ModelArgs) -> int:

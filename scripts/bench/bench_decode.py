@@ -23,7 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,11 @@ from moeflux_mlx.kept.measured import choose_tiles
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.tables import Tables
-from moeflux_mlx.model.tensors import variant_bytes
+from moeflux_mlx.model.tensors import layer_values, variant_bytes
 from moeflux_mlx.opening.kernel_cache import compiling
 from moeflux_mlx.opening.load_settings import LoadSettings
 from moeflux_mlx.opening.random_weights import Shapes, random_experts, random_parts, randomise
+from moeflux_mlx.ops.linear import dequantises
 from moeflux_mlx.ops.tiles import CODE, Tiles
 from moeflux_mlx.planning.budget import plan_memory
 from moeflux_mlx.planning.machine import Figures, default_dtype, machine_figures
@@ -230,10 +231,11 @@ class Runner:
 
 
 def planned(args: ModelArgs, figures: Figures, tokens: int, **sizes: Any) -> MemoryPlan:
-    """Returns the memory plan for `tokens` tokens with every expert in memory."""
+    """Returns the memory plan for `tokens` tokens with every expert in memory, and quantised matrices."""
     demand = LoadSettings(context=tokens, expert_io="mmap", **sizes).demand(
         args, variant_bytes(args, default_dtype()), default_dtype()
     )
+    demand = replace(demand, dense=default_dtype().size * layer_values(args) if dequantises() else 0)
     return plan_memory(args, ExpertLayout.from_args(args), figures, demand)
 
 

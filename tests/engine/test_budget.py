@@ -291,7 +291,7 @@ def test_matrices_of_value_experts_are_copied_where_no_kernel_reads_them():
 
 
 def test_dequantised_matrices_and_streams_under_way_are_planned():
-    """Of two layers, and of up to two blocks; the CPU has neither."""
+    """Of two layers, but not beside the experts of several blocks, and of up to two blocks; the CPU has neither."""
     args = ModelArgs.from_variant("qwen3.8-flash-next-125b")
     layout, width = ExpertLayout.from_args(args), 4 * args.hidden_size
 
@@ -300,6 +300,7 @@ def test_dequantised_matrices_and_streams_under_way_are_planned():
         return activation_bytes(args, layout, demand, span, PromptSizes(span, 512))
 
     assert planned(512, dense=1000) - planned(512) == 2000
+    assert planned(8192, dense=1000) == planned(8192)
     mixed = [memory_plan.mixing_bytes(args, 512, span, Demand(resident=0, itemsize=2)) for span in (512, 1024, 4096)]
     assert mixed == [2 * GatedConnections.copies * tokens * width * 2 for tokens in (512, 1024, 1024)]
     assert memory_plan.mixing_bytes(args, 512, 512, Demand(resident=0, native=True)) == 0

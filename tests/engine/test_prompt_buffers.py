@@ -178,6 +178,7 @@ VARIANTS = [
 
 
 CUDA = ["qwen3.6-35b-a3b", "gpt-oss-120b", "kimi-k2.6", "mimo-v2-flash-309b", "k2-horizon-mova-36b-a4b"]
+CUDA += ["deepseek-v3.2", "minimax-m3-428b", "glm-5.3-flash-321b"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 A span that was stopped anywhere continues as if it had not been.
 """
 
+from itertools import product
+
 import goldens
 import mlx.core as mx
 import numpy as np
@@ -14,6 +16,7 @@ from tiny_models import tiny_directory, use_plain_operations
 from moeflux_mlx.driving.prefill import Prefill, span_lengths
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.mixers.grouped import op as attend
+from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.model import decoder
 from moeflux_mlx.model.span import Span
 from moeflux_mlx.opening.engine import load_model
@@ -67,9 +70,45 @@ def test_attention_cut_by_its_scores_matches_hugging_face(family, monkeypatch):
     for scores in (1, 300, 2000):
         monkeypatch.setattr(causal_parts, "SCORES", scores)
         assert np.abs(np.array(model(tokens[None])[0]) - want).max() < TOLERANCE
-    monkeypatch.setattr(attend, "in_parts", lambda heads, rows, n, mask, *_: [(slice(0, rows), slice(0, n), None)])
-    monkeypatch.setattr("moeflux_mlx.mixers.latent.op.in_parts", attend.in_parts)
+    for mixer in (attend, latent):
+        monkeypatch.setattr(mixer, "in_parts", lambda heads, rows, n, mask, *_: [(slice(0, rows), slice(0, n), None)])
     assert np.abs(np.array(model(tokens[None])[0]) - want).max() > TOLERANCE, "tokens that see later ones go unseen"
+
+
+class Queue:
+    """Stands for `backend.start` and `backend.finish`, and notes what has been begun and not been waited for."""
+
+    def __init__(self, monkeypatch):
+        self._begun, self._done = [], 0
+        for one in (self.start, self.finish):
+            monkeypatch.setattr(backend, one.__name__, one)
+
+    def start(self, *arrays):
+        self._begun.append(arrays)
+
+    def finish(self, x):
+        numbers = [i for i, arrays in enumerate(self._begun, 1) if any(one is x for one in arrays)]
+        self._done = max([self._done, *numbers])
+
+    def __len__(self):
+        return len(self._begun) - self._done
+
+
+@pytest.mark.usefixtures("plain_operations")
+def test_what_is_under_way_before_a_block_and_before_the_experts(monkeypatch):
+    """One block before the next, so no layer and two blocks of the next one; nothing before the experts of several
+    blocks, which are as large. A prompt of one block is not waited for."""
+    model, under_way = model_of("qwen3_moe"), Queue(monkeypatch)
+    counts = {"prepare": [], "finish_span": []}
+    for part, (name, seen) in product((layer.mlp for layer in model.layers), counts.items()):
+        right = getattr(part, name)
+        setattr(part, name, lambda *given, right=right, seen=seen: seen.append(len(under_way)) or right(*given))
+    tokens, layers = prompt("qwen3_moe")[0][:24], len(model.layers)
+    absorbed(Prefill(model, model.make_cache(), tokens, block=8))
+    assert [counts["prepare"][block::3] for block in (1, 2)] == [[1] * layers] * 2
+    assert counts["finish_span"] == [0] * layers
+    absorbed(Prefill(model, model.make_cache(), tokens))
+    assert min(counts["finish_span"][layers + 1 :]) > 1, "the layer before and the block"
 
 
 MODES = {
