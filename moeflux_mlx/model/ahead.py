@@ -20,6 +20,7 @@ from ..caches.layer_cache import LayerCache
 from ..experts.routing import Pieces, finished
 from ..kinds import Mixer
 from ..ops import backend
+from ..ops.attend_span import takes_span
 from ..ops.backend import AnyArray
 from ..ops.seen import Chosen
 from ..ops.stand_ins import standing_in
@@ -28,9 +29,9 @@ from .layer import DecoderLayer
 from .span import Span
 
 LONGEST = 512  # tokens; a GPU takes longer than the host for a layer over more
-# Tokens times positions: with 128 heads two parts of scores (`ops/causal_parts.py`), as many as are in memory at once
-# elsewhere. Here all parts of a layer may be; where few heads attend at a time, one thread computes.
-MOST_SCORED = 1 << 21
+# Values of a layer that may be in memory at once: two parts of scores (`ops/causal_parts.py`), as elsewhere. Here all
+# parts of a layer may be.
+MOST_VALUES = 1 << 28
 Built = tuple[AnyArray, list[AnyArray]]  # the output of a layer, and what its caches hold behind it
 
 
@@ -44,8 +45,7 @@ class LayersAhead:
     def takes(self, span: Span, dtype: mx.Dtype) -> bool:
         """Whether `pass_span` takes the span, with activations of `dtype`."""
         fits = MAX_TOKENS < span.tokens.size <= LONGEST and span.length <= span.block and not span.images.placed
-        end = span.start + span.length
-        fits = fits and span.tokens.size * end <= MOST_SCORED and all(one.attends_at_once(end) for one in self._mixers)
+        fits = fits and all(_fits(one, span.tokens.size, span.start + span.length, dtype) for one in self._mixers)
         if not fits or span.layer == len(self._layers) or backend.name() != "cuda":
             return False
         if dtype not in self._are_lazy:
@@ -87,6 +87,13 @@ class LayersAhead:
             for i in range(span.layer, count):
                 span.undo(self._numbers[i].start, caches[i])
             raise
+
+
+def _fits(mixer: Mixer, tokens: int, positions: int, dtype: mx.Dtype) -> bool:
+    """Whether memory suffices for all that a mixer makes of a span, while it sees so many positions."""
+    if mixer.span_heads and takes_span(mixer.span_heads[1:], dtype, tokens, False):
+        return mixer.attends_at_once(positions)
+    return mixer.temporaries(tokens, positions) + mixer.scores(tokens, positions) <= MOST_VALUES
 
 
 @contextmanager

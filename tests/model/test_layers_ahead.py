@@ -25,6 +25,7 @@ from moeflux_mlx.experts.routing import finished
 from moeflux_mlx.experts.source import IoMode
 from moeflux_mlx.experts.whole import WholeExperts
 from moeflux_mlx.kinds import Rotation
+from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.latent.spec import Latent
 from moeflux_mlx.mixers.registry import by_layer, cache_numbers
 from moeflux_mlx.model.ahead import LayersAhead
@@ -204,11 +205,25 @@ def test_which_spans_two_threads_compute():
     assert alone(40, block=39) and not alone(40, block=40)
     with standing_in(backend="metal"):
         assert alone(40)
-    latent = Latent(64, None, 512, 128, 128, Rotation(64, 1e4))
-    for mixers, starts in ((), (32_000, 33_000)), ([latent], (13_000, 13_100)):
-        layers = LayersAhead(model.visits, (), mixers)
-        long = [Span(tokens_of(model, 0, 64), start, 4096) for start in starts]
-        assert [layers.takes(span, model.activation_dtype) for span in long] == [True, False]
+
+
+LATENT = Latent(64, None, 512, 128, 128, Rotation(64, 1e4))  # of 13,107 positions a few heads are expanded at a time
+
+
+@pytest.mark.parametrize(
+    ("mixer", "last"),
+    [
+        (LATENT, 13_043),
+        (GroupedQuery(32, 4, 128, Rotation(64, 1e4)), 1 << 20),
+        (GroupedQuery(32, 4, 80, None), 130_687),
+    ],
+    ids=["latents", "without scores", "with scores"],
+)
+def test_two_threads_compute_a_span_if_memory_suffices_for_a_whole_layer(mixer, last):
+    model = opened("qwen3_moe")
+    layers = LayersAhead(model.visits, (), [mixer])
+    takes = [layers.takes(Span(tokens_of(model, 0, 64), start, 4096), mx.bfloat16) for start in (last, last + 100)]
+    assert takes == [True, last == 1 << 20]
 
 
 class Stopping(Span):
