@@ -141,6 +141,8 @@ def test_expanded_latents_are_heads_with_own_keys(host):
 
 
 def test_the_memory_of_expanded_latents_is_what_the_plan_counts(host):
+    if backend.name() == "cuda":
+        pytest.skip("a GPU's small arrays are rounded up to pages")
     heads, L, N = 4, 9, 900
     given = latents(heads, 32, 32, 64, L, N)
     counted = 2 * Latent(heads, None, 64, 32, 64, Rotation(32, 1e4)).fused_temporaries(L, N)
