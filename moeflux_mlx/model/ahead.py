@@ -107,15 +107,16 @@ def _builder(build: Callable[..., Built]) -> Iterator[tuple[SimpleQueue[Any], Si
     asked, made = SimpleQueue[Any](), SimpleQueue[Any]()
 
     def work() -> None:
-        mx.set_default_stream(stream)
-        with standing_in(backend=target):  # nothing is evaluated
-            for given in iter(asked.get, None):
-                try:
+        try:
+            mx.set_default_stream(stream)
+            with standing_in(backend=target):  # nothing is evaluated
+                for given in iter(asked.get, None):
                     made.put(build(*given))
-                except BaseException as error:
-                    made.put(error)
+        except BaseException as error:
+            made.put(error)  # nothing is asked for after it
+        finally:
+            ended.set()
         mx.clear_streams()  # as at the end of the thread of all models
-        ended.set()
 
     thread = Thread(target=copy_context().run, args=(work,), name="moeflux-layers")
     try:

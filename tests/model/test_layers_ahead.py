@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import count
 from random import Random
 from typing import ClassVar
@@ -296,6 +296,38 @@ def test_a_second_interrupt_waits_for_the_second_thread():
     finally:
         signal.signal(signal.SIGINT, before)
     assert made and bits(advance(model, span, cache), cache) == wanted
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    "name, raised",
+    [("set_default_stream", pytest.raises(Stop)), ("clear_streams", nullcontext())],
+    ids=["begin", "end"],
+)
+def test_a_second_thread_that_cannot_begin_or_end_is_not_waited_for(name, raised, monkeypatch):
+    model, right = opened("qwen3_moe"), getattr(mx, name)
+    cache, other = model.make_cache(), model.make_cache()
+    wanted = bits(advance(model, span_of(model, 0, 20), other), other)
+    span = span_of(model, 0, 20)
+
+    def failing(*given):
+        if threading.current_thread() is not threading.main_thread():
+            raise Stop
+        right(*given)
+
+    def late(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    try:
+        with monkeypatch.context() as patches, raised:
+            patches.setattr(mx, name, failing)
+            advance(model, span, cache)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert bits(advance(model, span, cache), cache) == wanted
 
 
 class Passed(Span):
