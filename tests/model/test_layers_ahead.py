@@ -220,10 +220,13 @@ LATENT = Latent(64, None, 512, 128, 128, Rotation(64, 1e4))  # of 13,107 positio
     ids=["latents", "without scores", "with scores"],
 )
 def test_two_threads_compute_a_span_if_memory_suffices_for_a_whole_layer(mixer, last):
+    """Of all texts together."""
     model = opened("qwen3_moe")
-    layers = LayersAhead(model.visits, (), [mixer])
-    takes = [layers.takes(Span(tokens_of(model, 0, 64), start, 4096), mx.bfloat16) for start in (last, last + 100)]
-    assert takes == [True, last == 1 << 20]
+    layers, tokens, several = LayersAhead(model.visits, (), [mixer]), tokens_of(model, 0, 64), last == 1 << 20
+    spans = [Span(tokens, last, 4096), Span(tokens, last + 100, 4096), Span(mx.tile(tokens, (2, 1)), last, 4096)]
+    assert [layers.takes(span, mx.bfloat16) for span in spans] == [True, several, several]
+    halves = [Span(mx.tile(tokens, (2, 1)), (last + 64) // 2 - 64 + more, 4096) for more in (-200, 100)]
+    assert [layers.takes(span, mx.bfloat16) for span in halves] == [True, several]
 
 
 class Stopping(Span):
