@@ -81,6 +81,7 @@ class LayersAhead:
                     span.reached = i + 1, h
                     del handed[i]
         except BaseException:
+            built = None  # an error in its own frame would stay until a collection, and with it all arrays
             if span.layer in handed:
                 span.chosen.clear()
                 span.chosen.update(handed[span.layer])

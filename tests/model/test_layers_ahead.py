@@ -3,13 +3,15 @@
 Kernels of CUDA are replaced by sums of their inputs, so every value depends on all that a layer was given.
 """
 
+import gc
 import json
 import re
 import signal
 import threading
 import time
+import weakref
 from collections import Counter
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from itertools import count
 from random import Random
 from typing import ClassVar
@@ -275,6 +277,21 @@ def test_an_error_in_either_thread_leaves_a_span_between_two_layers(family, kind
             else:
                 span.drop(cache)
                 assert bits(mx.zeros(1), cache)[1:] == expected[0][1:]
+
+
+def test_an_error_of_the_second_thread_keeps_no_arrays_until_a_collection():
+    model = opened("qwen3_moe")
+    span, model.experts.at = span_of(model, 0, 20), 1
+    left = weakref.ref(span)
+    gc.disable()
+    try:
+        with suppress(Stop):
+            advance(model, span, model.make_cache())
+        assert span.layer < len(model.visits)
+        del span
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_a_second_interrupt_waits_for_the_second_thread():
