@@ -3,6 +3,7 @@
 import argparse
 import sys
 from contextlib import closing
+from itertools import groupby
 from pathlib import Path
 
 from .cli.run import Parser, main_of  # first: where MLX is missing, it says so
@@ -13,7 +14,7 @@ from .cli.diagnosis import Facts
 from .cli.opening import shapes_of
 from .cli.options import add_variant
 from .errors import RequestError
-from .opening.launches import TOKENS, PartLaunches, launches_of
+from .opening.launches import PartLaunches, launches_of
 from .ops import backend, native
 from .ops.stand_ins import standing_in
 from .planning.wired import MODES as WIRED
@@ -50,10 +51,10 @@ def print_launches(options: argparse.Namespace) -> int:
         title = next(name for name, value in BACKENDS.items() if value == target)
         print(f"{shapes.args.model_type} on {backend_of(title)}, in {str(shapes.dtype).removeprefix('mlx.core.')}")
         with closing(launches_of(shapes, target)) as steps:
-            for step in steps:
-                if step.tokens == TOKENS[0]:
-                    print(title_of(step))
-                print("\n".join(lines_of(step, "" if target == "ops" else "no kernel for ")))
+            for part, of_part in groupby(steps, title_of):
+                print(part)
+                for step in of_part:
+                    print("\n".join(lines_of(step, "" if target == "ops" else "no kernel for ")))
     return 0
 
 

@@ -119,7 +119,7 @@ class Mixer(ABC):
         return self.temporaries(tokens, positions)
 
     def attends_at_once(self, positions: int) -> bool:
-        """Whether a GPU then attends to so many positions with all heads at once; by default it does."""
+        """Whether such a GPU attends to so many positions, of all texts, with all heads at once; by default it does."""
         return True
 
     # ---- what it costs

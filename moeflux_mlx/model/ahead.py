@@ -45,7 +45,7 @@ class LayersAhead:
     def takes(self, span: Span, dtype: mx.Dtype) -> bool:
         """Whether `pass_span` takes the span, with activations of `dtype`."""
         fits = MAX_TOKENS < span.tokens.size <= LONGEST and span.length <= span.block and not span.images.placed
-        fits = fits and all(_fits(one, span.tokens.size, span.start + span.length, dtype) for one in self._mixers)
+        fits = fits and all(_fits(one, span, dtype) for one in self._mixers)
         if not fits or span.layer == len(self._layers) or backend.name() != "cuda":
             return False
         if dtype not in self._are_lazy:
@@ -81,6 +81,7 @@ class LayersAhead:
                     span.reached = i + 1, h
                     del handed[i]
         except BaseException:
+            built = None  # an error in its own frame would stay until a collection, and with it all arrays
             if span.layer in handed:
                 span.chosen.clear()
                 span.chosen.update(handed[span.layer])
@@ -89,11 +90,13 @@ class LayersAhead:
             raise
 
 
-def _fits(mixer: Mixer, tokens: int, positions: int, dtype: mx.Dtype) -> bool:
-    """Whether memory suffices for all that a mixer makes of a span, while it sees so many positions."""
-    if mixer.span_heads and takes_span(mixer.span_heads[1:], dtype, tokens, False):
-        return mixer.attends_at_once(positions)
-    return mixer.temporaries(tokens, positions) + mixer.scores(tokens, positions) <= MOST_VALUES
+def _fits(mixer: Mixer, span: Span, dtype: mx.Dtype) -> bool:
+    """Whether memory suffices for all that a mixer makes of a span, behind the tokens that its texts have."""
+    (texts, length), positions = span.tokens.shape, span.start + span.length
+    if mixer.span_heads and takes_span(mixer.span_heads[1:], dtype, length, False):
+        return mixer.attends_at_once(texts * positions)
+    values = mixer.temporaries(length, positions) + mixer.scores(length, positions)
+    return texts * values <= MOST_VALUES
 
 
 @contextmanager
@@ -107,15 +110,16 @@ def _builder(build: Callable[..., Built]) -> Iterator[tuple[SimpleQueue[Any], Si
     asked, made = SimpleQueue[Any](), SimpleQueue[Any]()
 
     def work() -> None:
-        mx.set_default_stream(stream)
-        with standing_in(backend=target):  # nothing is evaluated
-            for given in iter(asked.get, None):
-                try:
+        try:
+            mx.set_default_stream(stream)
+            with standing_in(backend=target):  # nothing is evaluated
+                for given in iter(asked.get, None):
                     made.put(build(*given))
-                except BaseException as error:
-                    made.put(error)
+        except BaseException as error:
+            made.put(error)  # nothing is asked for after it
+        finally:
+            ended.set()
         mx.clear_streams()  # as at the end of the thread of all models
-        ended.set()
 
     thread = Thread(target=copy_context().run, args=(work,), name="moeflux-layers")
     try:

@@ -41,7 +41,7 @@ from .random_weights import Shapes, randomise
 from .some_experts import values_of_zeros, ways_of_experts
 
 R = TypeVar("R")
-TOKENS, TURNS = (1, 4, 512), (1, 4, 127)  # one, a few, and many; one, and of short turns
+TOKENS, TURN = (1, 4, 512), 127  # one, a few, and many; a short turn
 LONG = 1 << 15  # positions
 Compute = Callable[[Any, Any], object]  # takes activations and a function that makes caches
 
@@ -185,8 +185,8 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, Sequen
         mix = partial(_mix, args, mixer, module, norm if residual.weighed else before)
         yield mixer.title, layers, mix, ()
         special: list[tuple[str, int, Sequence[int]]] = [(*moment, (1,)) for moment in mixer.moments(MAX_LENGTH)]
-        if mixer.span_heads and takes_span(mixer.span_heads[1:], shapes.dtype, TURNS[-1], False):
-            special += [("short turn", 0, TURNS), ("short turn behind a long text", LONG, TURNS)]
+        if mixer.span_heads and takes_span(mixer.span_heads[1:], shapes.dtype, TURN, False):
+            special += [("short turn", 0, (TURN,)), ("short turn behind a long text", LONG, (TURN,))]
         for moment, length, only in special:
             yield f"{mixer.title}, {moment}", layers, _late(mix, shapes.dtype, length), only
     if residual.gate_rank:

@@ -259,7 +259,10 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     block += max(sum(cache.bytes_for(context, demand.itemsize) for cache in caches) for caches in layers)
     block += max(sum(cache.fetched_bytes(context, demand.itemsize) for cache in caches) for caches in layers)
     experts = _experts_bytes(args, layout, demand, span) + (dense if span <= sizes.block else 0)
-    return max(streams + max(block + dense, experts), demand.encoding)
+    # A shorter prompt, which is one block, may need more.
+    alone = PromptSizes(sizes.block, sizes.block)
+    least = activation_bytes(args, layout, demand, context, alone) if span > sizes.block else demand.encoding
+    return max(streams + max(block + dense, experts), least)
 
 
 def _streams(args: ModelArgs) -> int:

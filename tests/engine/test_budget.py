@@ -32,7 +32,7 @@ from moeflux_mlx.kinds import GatedConnections
 from moeflux_mlx.mixers.registry import untrimmable_bytes
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.step import MAX_ROWS
-from moeflux_mlx.model.tensors import resident_bytes, token_bytes, variant_bytes
+from moeflux_mlx.model.tensors import layer_values, resident_bytes, token_bytes, variant_bytes
 from moeflux_mlx.model.weights import read_resident
 from moeflux_mlx.opening import engine as opening
 from moeflux_mlx.opening.engine import load, load_model, open_engine
@@ -266,6 +266,16 @@ def test_a_gpu_that_attends_to_expanded_latents_has_those_of_a_few_heads():
     some = [mixer.fused_temporaries(512, 1 << n) - 4 * 512 * 128 * 192 for n in (12, 15, 17)]
     assert some == [(128 << 12) * (192 + 128 + 128), (16 << 15) * (192 + 128 + 128), 2 * 2 * 8 * 128 << 17]
     assert of_a_block("cogito-v2-671b", 1 << 17, fused=True) < of_a_block("cogito-v2-671b", 1 << 17) / 4
+
+
+@pytest.mark.parametrize("name", ["lfm2-8b-a1b", "sarvam-30b", "qwen3-30b-a3b"])
+def test_a_plan_suffices_for_a_prompt_of_one_block(name):
+    """The matrices of two layers are beside its experts, but not beside those of more tokens."""
+    args, _ = named(name)
+    layout = ExpertLayout.from_args(args)
+    demand = Demand(0, itemsize=2, dense=2 * layer_values(args), on_units=True, fused=True)
+    needs = [activation_bytes(args, layout, demand, 8192, PromptSizes(span, 4096)) for span in (4096, 4097, 4608)]
+    assert needs == sorted(needs)
 
 
 @pytest.mark.parametrize("name", ["gemma-4-26b-a4b", "gpt-oss-20b", "glm-5-744b", "inkling-small-276b-a12b"])

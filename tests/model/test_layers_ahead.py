@@ -3,13 +3,15 @@
 Kernels of CUDA are replaced by sums of their inputs, so every value depends on all that a layer was given.
 """
 
+import gc
 import json
 import re
 import signal
 import threading
 import time
+import weakref
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from itertools import count
 from random import Random
 from typing import ClassVar
@@ -220,10 +222,13 @@ LATENT = Latent(64, None, 512, 128, 128, Rotation(64, 1e4))  # of 13,107 positio
     ids=["latents", "without scores", "with scores"],
 )
 def test_two_threads_compute_a_span_if_memory_suffices_for_a_whole_layer(mixer, last):
+    """Of all texts together."""
     model = opened("qwen3_moe")
-    layers = LayersAhead(model.visits, (), [mixer])
-    takes = [layers.takes(Span(tokens_of(model, 0, 64), start, 4096), mx.bfloat16) for start in (last, last + 100)]
-    assert takes == [True, last == 1 << 20]
+    layers, tokens, several = LayersAhead(model.visits, (), [mixer]), tokens_of(model, 0, 64), last == 1 << 20
+    spans = [Span(tokens, last, 4096), Span(tokens, last + 100, 4096), Span(mx.tile(tokens, (2, 1)), last, 4096)]
+    assert [layers.takes(span, mx.bfloat16) for span in spans] == [True, several, several]
+    halves = [Span(mx.tile(tokens, (2, 1)), (last + 64) // 2 - 64 + more, 4096) for more in (-200, 100)]
+    assert [layers.takes(span, mx.bfloat16) for span in halves] == [True, several]
 
 
 class Stopping(Span):
@@ -274,6 +279,21 @@ def test_an_error_in_either_thread_leaves_a_span_between_two_layers(family, kind
                 assert bits(mx.zeros(1), cache)[1:] == expected[0][1:]
 
 
+def test_an_error_of_the_second_thread_keeps_no_arrays_until_a_collection():
+    model = opened("qwen3_moe")
+    span, model.experts.at = span_of(model, 0, 20), 1
+    left = weakref.ref(span)
+    gc.disable()
+    try:
+        with suppress(Stop):
+            advance(model, span, model.make_cache())
+        assert span.layer < len(model.visits)
+        del span
+        assert left() is None
+    finally:
+        gc.enable()
+
+
 def test_a_second_interrupt_waits_for_the_second_thread():
     """Otherwise the layer that it builds would have the tokens twice."""
     model, made = opened("qwen3_moe"), []
@@ -296,6 +316,38 @@ def test_a_second_interrupt_waits_for_the_second_thread():
     finally:
         signal.signal(signal.SIGINT, before)
     assert made and bits(advance(model, span, cache), cache) == wanted
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    "name, raised",
+    [("set_default_stream", pytest.raises(Stop)), ("clear_streams", nullcontext())],
+    ids=["begin", "end"],
+)
+def test_a_second_thread_that_cannot_begin_or_end_is_not_waited_for(name, raised, monkeypatch):
+    model, right = opened("qwen3_moe"), getattr(mx, name)
+    cache, other = model.make_cache(), model.make_cache()
+    wanted = bits(advance(model, span_of(model, 0, 20), other), other)
+    span = span_of(model, 0, 20)
+
+    def failing(*given):
+        if threading.current_thread() is not threading.main_thread():
+            raise Stop
+        right(*given)
+
+    def late(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    try:
+        with monkeypatch.context() as patches, raised:
+            patches.setattr(mx, name, failing)
+            advance(model, span, cache)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert bits(advance(model, span, cache), cache) == wanted
 
 
 class Passed(Span):

@@ -155,8 +155,7 @@ class Latent(Mixer):
         return self.temporaries(tokens, 0) + tokens * self.heads * self.head_dim + max(expanded, scores)
 
     def attends_at_once(self, positions: int) -> bool:
-        some = heads_at_once(self.heads, positions * (self.head_dim + self.value))
-        return self.span_heads is None or some == self.heads
+        return heads_at_once(self.heads, positions * (self.head_dim + self.value)) == self.heads
 
     @property
     def gates(self) -> int:
