@@ -121,7 +121,7 @@ def _builder(build: Callable[..., Built]) -> Iterator[tuple[SimpleQueue[Any], Si
             ended.set()
         mx.clear_streams()  # as at the end of the thread of all models
 
-    thread = Thread(target=copy_context().run, args=(work,), name="moeflux-layers")
+    thread = Thread(target=copy_context().run, args=(work,), name="moeflux-layers", daemon=True)
     try:
         thread.start()
         yield asked, made
