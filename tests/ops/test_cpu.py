@@ -19,7 +19,7 @@ from moeflux_mlx.mixers.latent.op import HeadMatrices
 from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.opening.engine import load_model
-from moeflux_mlx.ops import backend, experts, native
+from moeflux_mlx.ops import backend, elementwise, native
 from moeflux_mlx.ops import route as router
 from moeflux_mlx.ops.elementwise import log_softmax
 from moeflux_mlx.ops.linear import by_head
@@ -63,7 +63,7 @@ def test_both_paths_give_the_same_logits(by_mlx, family, chunk):
 
 @pytest.mark.parametrize(
     "module, family",
-    [(attend, "qwen3_5_moe"), (delta, "qwen3_5_moe"), (experts, "qwen3_5_moe"), (router, "deepseek_v3")],
+    [(attend, "qwen3_5_moe"), (delta, "qwen3_5_moe"), (elementwise, "qwen3_5_moe"), (router, "deepseek_v3")],
 )
 def test_the_comparison_sees_a_fault(by_mlx, monkeypatch, module, family):
     def wrong(x):
