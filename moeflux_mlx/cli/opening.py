@@ -5,46 +5,41 @@ Of several processes that run a command together, rank 0 does what the command s
 """
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from ..errors import RequestError
+from ..errors import ModelFileError, RequestError
 from ..experts.source import IoMode
 from ..experts.whole import ReadProgress
+from ..files import user_path
+from ..formats.hub import Repository, cached_snapshot
+from ..model.tensors import resident_bytes
 from ..opening.engine import Engine, open_with
-from ..opening.load_settings import locate
+from ..opening.load_settings import LoadSettings, locate
 from ..opening.random_weights import Shapes
 from ..opening.remote import Remote, is_remote
 from ..opening.weights import open_weights
 from ..ops.backend import computes_natively, has_kernels, name
 from ..packing.located import Located
-from ..planning.machine import default_dtype
-from ..state.prompt_store import PromptDirectory
-from .options import NOT_GIVEN, dtype_of, settings_of, written
-from .terminal import ProgressLine, note
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-import os
-
-from ..errors import ModelFileError
-from ..files import user_path
-from ..formats.hub import Repository, cached_snapshot
-from ..model.tensors import resident_bytes
-from ..opening.load_settings import LoadSettings
 from ..planning.budget import plan_memory
-from ..planning.machine import from_environment, machine_figures
+from ..planning.machine import default_dtype, from_environment, machine_figures
 from ..planning.memory_plan import keeping
 from ..several.follow import Follower
 from ..several.group import Exchange
 from ..several.joining import end_process, join
 from ..several.lead import Lead
 from ..several.ranks import Ranks
+from ..state.prompt_store import PromptDirectory
 from .known_models import memory_lines
-from .terminal import agree, end_at_once
+from .options import NOT_GIVEN, dtype_of, settings_of, written
+from .terminal import ProgressLine, agree, end_at_once, note
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 ASKED_FROM = 20_000_000_000  # bytes of a download
 EMBEDDING_FILES = ["*.json", "*.safetensors"]  # in folders too
