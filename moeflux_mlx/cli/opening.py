@@ -127,8 +127,7 @@ def _memory_lines(remote: Remote, settings: LoadSettings) -> list[str]:
         in_place=remote.in_place,
         vision=remote.vision(args, settings.vision),
     )
-    figures = machine_figures(settings.memory_bytes)
-    return memory_lines(plan_memory(args, layout, figures, demand), layout)
+    return memory_lines(plan_memory(args, layout, machine_figures(settings.memory_bytes), demand), layout)
 
 
 DRAWING = ["--top-p", "--top-k", "--min-p", "--xtc-probability", "--seed"]
@@ -296,8 +295,9 @@ def join_ranks(options: argparse.Namespace) -> Ranks | None:
     if group is None:
         for name in ("rank_share", "rank_seconds", "share_routing"):
             if getattr(options, name) is not None:
-                option = f"--{name.replace('_', '-')}"
-                raise RequestError(f"{option} is for one of several ranks; start all with mlx.launch, or set MLX_RANK")
+                raise RequestError(
+                    f"{written(name)} is for one of several ranks; start all with mlx.launch, or set MLX_RANK"
+                )
         return None
     share = 1 if options.rank_share is None else options.rank_share
     say = note if group.rank == 0 else lambda text: None
