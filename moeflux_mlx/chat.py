@@ -49,8 +49,7 @@ def run(options: argparse.Namespace) -> int:
     tokenizer = engine.tokenizer
     if tokenizer.chat_template is None:
         raise TokenizerError("the model has no chat template; add chat_template.jinja to its directory")
-    store = open_store(options, engine)
-    session = engine.session(store=store)
+    session = engine.session(store=open_store(options, engine))
     conversation = Conversation(session, tokenizer, template_config, options.system_prompt)
     chat = Chat(
         conversation, engine, answer_options(tokenizer), hide_thinking=options.hide_thinking, verbose=options.verbose

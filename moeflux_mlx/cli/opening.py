@@ -5,46 +5,41 @@ Of several processes that run a command together, rank 0 does what the command s
 """
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from ..errors import RequestError
+from ..errors import ModelFileError, RequestError
 from ..experts.source import IoMode
 from ..experts.whole import ReadProgress
+from ..files import user_path
+from ..formats.hub import Repository, cached_snapshot
+from ..model.tensors import resident_bytes
 from ..opening.engine import Engine, open_with
-from ..opening.load_settings import locate
+from ..opening.load_settings import LoadSettings, locate
 from ..opening.random_weights import Shapes
 from ..opening.remote import Remote, is_remote
 from ..opening.weights import open_weights
 from ..ops.backend import computes_natively, has_kernels, name
 from ..packing.located import Located
-from ..planning.machine import default_dtype
-from ..state.prompt_store import PromptDirectory
-from .options import NOT_GIVEN, dtype_of, settings_of, written
-from .terminal import ProgressLine, note
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-import os
-
-from ..errors import ModelFileError
-from ..files import user_path
-from ..formats.hub import Repository, cached_snapshot
-from ..model.tensors import resident_bytes
-from ..opening.load_settings import LoadSettings
 from ..planning.budget import plan_memory
-from ..planning.machine import from_environment, machine_figures
+from ..planning.machine import default_dtype, from_environment, machine_figures
 from ..planning.memory_plan import keeping
 from ..several.follow import Follower
 from ..several.group import Exchange
 from ..several.joining import end_process, join
 from ..several.lead import Lead
 from ..several.ranks import Ranks
+from ..state.prompt_store import PromptDirectory
 from .known_models import memory_lines
-from .terminal import agree, end_at_once
+from .options import NOT_GIVEN, dtype_of, settings_of, written
+from .terminal import ProgressLine, agree, end_at_once, note
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 ASKED_FROM = 20_000_000_000  # bytes of a download
 EMBEDDING_FILES = ["*.json", "*.safetensors"]  # in folders too
@@ -132,8 +127,7 @@ def _memory_lines(remote: Remote, settings: LoadSettings) -> list[str]:
         in_place=remote.in_place,
         vision=remote.vision(args, settings.vision),
     )
-    figures = machine_figures(settings.memory_bytes)
-    return memory_lines(plan_memory(args, layout, figures, demand), layout)
+    return memory_lines(plan_memory(args, layout, machine_figures(settings.memory_bytes), demand), layout)
 
 
 DRAWING = ["--top-p", "--top-k", "--min-p", "--xtc-probability", "--seed"]
@@ -301,8 +295,9 @@ def join_ranks(options: argparse.Namespace) -> Ranks | None:
     if group is None:
         for name in ("rank_share", "rank_seconds", "share_routing"):
             if getattr(options, name) is not None:
-                option = f"--{name.replace('_', '-')}"
-                raise RequestError(f"{option} is for one of several ranks; start all with mlx.launch, or set MLX_RANK")
+                raise RequestError(
+                    f"{written(name)} is for one of several ranks; start all with mlx.launch, or set MLX_RANK"
+                )
         return None
     share = 1 if options.rank_share is None else options.rank_share
     say = note if group.rank == 0 else lambda text: None

@@ -326,8 +326,8 @@ def sampling(options: argparse.Namespace) -> Callable[[TokenizerWrapper], Answer
     check_max_tokens(options.max_tokens)
     settings, processors = given(options, SAMPLER), make_logits_processors(**given(options, REPETITION))
     make_sampler(**settings)
-    if options.seed is not None:
-        check_seed(options.seed)
+    if options.seed is not None and not 0 <= options.seed < 2**64:
+        raise RequestError(f"--seed {options.seed} is not between 0 and 2**64 - 1")
 
     def answer_options(tokenizer: TokenizerWrapper) -> AnswerOptions:
         if options.seed is not None:
@@ -340,9 +340,3 @@ def sampling(options: argparse.Namespace) -> Callable[[TokenizerWrapper], Answer
 
 def given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, OptionValue]:
     return {name: value for name in names if (value := getattr(options, name)) is not None}
-
-
-def check_seed(seed: int) -> int:
-    if not 0 <= seed < 2**64:
-        raise RequestError(f"--seed {seed} is not between 0 and 2**64 - 1")
-    return seed

@@ -1,6 +1,8 @@
 """A conversation: messages, and the session that knows the tokens of what has been said."""
 
 import base64
+import bisect
+import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -21,8 +23,6 @@ from .session import AnswerOptions, Session
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-import bisect
-import os
 
 
 class Spelling:

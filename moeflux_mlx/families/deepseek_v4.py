@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..files import JsonDict
-from ..kinds import Activation, Experts, HyperConnections, Indexer, LayerSpec, Residual, Rotation, Yarn
+from ..kinds import Activation, Experts, HyperConnections, Indexer, LayerSpec, Residual, Rotation
 from ..mixers.compressed.spec import Compressed, Compressor
 from .fields import Family, Fields, common, grouped_experts, layer_count, layer_kinds, rotation
 from .gguf import DENSE, EXPERTS, NORM, SHARED_EXPERT, SQRT_SOFTPLUS, STREAMS, GgufFamily, Metadata
@@ -77,11 +77,8 @@ def rotation_of(read: Fields, width: int, is_compressed: bool) -> Rotation:
     dims = read.count("qk_rope_head_dim", None)
     share = read.number("partial_rotary_factor", 0.125, least=1e-6, most=1.0)
     turned = rotation(Fields(own), dims or int(width * share), share=None, interleaved=True)
-    return replace(turned, yarn=_without_magnitude(turned.yarn))
-
-
-def _without_magnitude(yarn: Yarn | None) -> Yarn | None:
-    return yarn and replace(yarn, attention_factor=yarn.attention_factor or 1.0)
+    yarn = turned.yarn and replace(turned.yarn, attention_factor=turned.yarn.attention_factor or 1.0)
+    return replace(turned, yarn=yarn)
 
 
 def _layer_types(read: Fields) -> list[str]:

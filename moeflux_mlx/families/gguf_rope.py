@@ -97,8 +97,7 @@ class Rotations(Keys):
         `yarn_attn_factor` in its place (`attention_factor` of config.json)."""
         self.must_equal("rope.scaling.yarn_ext_factor", 1)
         self.need_not_read("rope.scale_linear")  # it is only for files without the factor
-        names = ("beta_fast", "beta_slow")
-        values = {name: self.number(f"rope.scaling.yarn_{name}", None) for name in names}
+        values = {name: self.number(f"rope.scaling.yarn_{name}", None) for name in ("beta_fast", "beta_slow")}
         factor, more = self.number("rope.scaling.factor"), self.number("rope.scaling.attn_factor", 1.0)
         values["attention_factor"] = own = self.number("rope.scaling.yarn_attn_factor", None)
         if more != 1:

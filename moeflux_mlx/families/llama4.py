@@ -43,17 +43,13 @@ def _llama4(read: Fields) -> JsonDict:
 
 
 def _mixers(read: Fields) -> list[GroupedQuery]:
-    turns = layer_kinds(_without_empty(read, "no_rope_layers"), "no_rope_layers", (0, 1)) or _usual_turns(read)
+    stated = Fields({**read.config, "no_rope_layers": read.config.get("no_rope_layers") or None})  # empty: not stated
+    turns = layer_kinds(stated, "no_rope_layers", (0, 1)) or _usual_turns(read)
     read = Fields({"attention_chunk_size": 8192, **read.config})  # null: no layer has chunks
     chunk = read.count("attention_chunk_size", None)
     usual = [CHUNKED if turned and chunk else FULL for turned in turns]
     kinds = layer_kinds(read, "layer_types", (CHUNKED, FULL)) or usual
     return [_attention(read, bool(turned), kind) for turned, kind in zip(turns, kinds, strict=True)]
-
-
-def _without_empty(read: Fields, name: str) -> Fields:
-    """The fields, of which an empty list says as much as none."""
-    return Fields({**read.config, name: read.config.get(name) or None})
 
 
 def _usual_turns(read: Fields) -> Sequence[int]:

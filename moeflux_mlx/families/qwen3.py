@@ -155,7 +155,7 @@ def _gguf_layers(read: Metadata) -> JsonDict:
     return {"layer_types": [LINEAR if flag else FULL for flag in recurrent]} if recurrent else {}
 
 
-def gguf_hybrid(read: Metadata) -> JsonDict:
+def _gguf_hybrid(read: Metadata) -> JsonDict:
     """Gated attention, linear attention, and experts with a shared one."""
     value_heads = read.count("ssm.time_step_rank")
     return {
@@ -206,8 +206,8 @@ def tiled_change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change 
     return replace(plain or Change(), rows=np.concatenate([np.arange(first), first + each]))
 
 
-def _gguf_qwen3_5(read: Metadata) -> JsonDict:
-    return _turned_by_axes(gguf_hybrid(read), read.sections((11, 11, 10)))
+def gguf_qwen3_5(read: Metadata) -> JsonDict:
+    return _turned_by_axes(_gguf_hybrid(read), read.sections((11, 11, 10)))
 
 
 def _gguf_vl(read: Metadata) -> JsonDict:
@@ -236,8 +236,8 @@ HYBRID_NAMES = (*ATTENTION, *OTHER_NORM, *EXPERTS, *SHARED_EXPERT, *LINEAR_NAMES
 GGUF = {
     "qwen3moe": GgufFamily(("qwen3_moe",), _gguf_moe, (*ATTENTION, *NORM, *EXPERTS)),
     "qwen3vlmoe": GgufFamily(("qwen3_vl_moe",), _gguf_vl, (*ATTENTION, *NORM, *EXPERTS), unread=OF_IMAGES),
-    "qwen3next": GgufFamily(("qwen3_next",), gguf_hybrid, HYBRID_NAMES, _plain_change),
-    "qwen35moe": GgufFamily(("qwen3_5_moe",), _gguf_qwen3_5, HYBRID_NAMES, tiled_change),
+    "qwen3next": GgufFamily(("qwen3_next",), _gguf_hybrid, HYBRID_NAMES, _plain_change),
+    "qwen35moe": GgufFamily(("qwen3_5_moe",), gguf_qwen3_5, HYBRID_NAMES, tiled_change),
     "qwen2moe": GgufFamily(
         ("qwen2_moe",), _gguf_qwen2, (*ATTENTION, *NORM, *EXPERTS, *SHARED_EXPERT), _plain_change, WINDOWLESS
     ),

@@ -12,7 +12,7 @@ from ..kinds import GatedConnections, Indexer, KeyBlocks, LayerSpec, NGrams, Res
 from ..mixers.delta.spec import Delta
 from .fields import Family, Fields, common, experts, grouped_query, layer_count, layer_kinds, out_of_range
 from .gguf import ATTENTION, EXPERTS, SHARED_EXPERT, Change, GgufFamily, Metadata
-from .qwen3 import FULL, LINEAR, LINEAR_NAMES, delta, gguf_hybrid, tiled_change
+from .qwen3 import FULL, LINEAR, LINEAR_NAMES, delta, gguf_qwen3_5, tiled_change
 
 INDEXED = "indexed_attention"  # transformers' word for "full_attention" with an indexer
 INDEXER = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
@@ -162,12 +162,9 @@ FAMILIES = {"qwen4_exp": Family(_qwen4_exp, ZERO_CENTRED, renames=RENAMES, eithe
 
 
 def _gguf(read: Metadata) -> JsonDict:
-    config = gguf_hybrid(read)
-    scaling = config["rope_scaling"] or {"type": "default"}
-    rope = {name: config[name] for name in ("rope_theta", "partial_rotary_factor")}
+    config = gguf_qwen3_5(read)
     return {
         **config,
-        "rope_parameters": {**rope, "mrope_section": read.sections((11, 11, 10)), **scaling},
         "output_gate_type": "sigmoid",  # in llama.cpp, and of the published model
         "hc_count": read.count("hyper_connection.count"),
         "hc_lowrank": read.count("hyper_connection.low_rank"),

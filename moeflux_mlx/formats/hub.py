@@ -6,7 +6,7 @@ import hashlib
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,9 +149,8 @@ class Repository:
             }
             return cls(name, revision, str(info.sha), files)
 
-    def matching(self, patterns: Iterable[str]) -> list[RemoteFile]:
-        wanted = list(patterns)
-        return [file for name, file in self.files.items() if any(fnmatch.fnmatch(name, one) for one in wanted)]
+    def matching(self, patterns: Sequence[str]) -> list[RemoteFile]:
+        return [file for name, file in self.files.items() if any(fnmatch.fnmatch(name, one) for one in patterns)]
 
     def snapshot(self, patterns: list[str] | None = None, shown: bool = False) -> Path:
         """Downloads missing files into the Hub's cache and returns their directory; shows progress bars if `shown`.
@@ -168,7 +167,7 @@ class Repository:
                     break
             return path
 
-    def missing(self, patterns: Iterable[str]) -> int:
+    def missing(self, patterns: Sequence[str]) -> int:
         """Bytes of the files that match and are not in the Hub's cache."""
         import huggingface_hub as hub
 

@@ -1,5 +1,6 @@
 """Loads a model with everything that it needs: `Engine`, and the public `load` and `load_model`."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,10 +15,12 @@ from ..errors import warn
 from ..experts.keep_warm import keep_warm_of
 from ..experts.routed import RoutedExperts
 from ..experts.routing import RoutedExpertsCall
-from ..experts.source import ExpertLoader
+from ..experts.source import ExpertLoader, IoMode
+from ..experts.streamed import StreamedExperts
 from ..experts.tables import open_readers
-from ..experts.whole import ReadProgress
+from ..experts.whole import MappedExperts, ReadProgress, ResidentExperts
 from ..foreign import LOADING, with_parameters_of
+from ..formats.packed import ExpertFiles, InPlaceExperts, PackedExperts
 from ..kept.measured import choose_tiles
 from ..kept.warm_start import begin_warm_start
 from ..mixers.registry import stored_forms
@@ -27,11 +30,14 @@ from ..model.tensors import resident_bytes
 from ..model.weights import fill
 from ..ops.limits import within_limits
 from ..ops.tiles import CODE, Tiles
+from ..packing.in_place import GgufExperts
 from ..packing.located import Located
 from ..planning.budget import Planner
 from ..planning.machine import activation_bits, checked_dtype, from_environment, machine_figures
-from ..planning.memory_plan import MemoryPlan, keeping
+from ..planning.memory_plan import MemoryPlan, keeping, least_slots
+from ..planning.pressure import PACE, PACE_OF_METAL, Breath, PoolLimit, host_sources, sources
 from ..planning.settings import allow_open_files, configure_mlx
+from ..planning.wired import wire, wire_lasting
 from ..process import claim_process
 from ..spec import ModelArgs
 from ..state.prompt_file import Fingerprint
@@ -45,16 +51,6 @@ from .weights import ModelWeights, open_weights, with_best_pool
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-import weakref
-
-from ..experts.source import IoMode
-from ..experts.streamed import StreamedExperts
-from ..experts.whole import MappedExperts, ResidentExperts
-from ..formats.packed import ExpertFiles, InPlaceExperts, PackedExperts
-from ..packing.in_place import GgufExperts
-from ..planning.memory_plan import least_slots
-from ..planning.pressure import PACE, PACE_OF_METAL, Breath, PoolLimit, host_sources, sources
-from ..planning.wired import wire, wire_lasting
 
 NO_IMAGES = "images are off on several ranks; start one"
 Computing = Callable[[ExpertLoader], RoutedExpertsCall]

@@ -228,14 +228,11 @@ def _head(weights: ModelWeights | None, args: ModelArgs, source: Path | None) ->
     return find_head(args, tensors.values(), config, weights.experts.layout)
 
 
-def _in_source(path: Path) -> tuple[Mapping[str, Tensor], JsonObject]:
-    return (draft_tensors(open_gguf(path)), {}) if is_gguf(path) else _in_folder(path)
-
-
-def _in_folder(folder: Path) -> tuple[Mapping[str, Tensor], JsonObject]:
-    files = safetensors_files(folder)
-    config = folder / "config.json"
-    return merge_tensors(map(read_header, files)), read_json(config) if config.exists() else {}
+def _in_source(source: Path) -> tuple[Mapping[str, Tensor], JsonObject]:
+    if is_gguf(source):
+        return draft_tensors(open_gguf(source)), {}
+    config = source / "config.json"
+    return merge_tensors(map(read_header, safetensors_files(source))), read_json(config) if config.exists() else {}
 
 
 def _beside(weights: ModelWeights) -> tuple[Mapping[str, Tensor], JsonObject]:

@@ -9,18 +9,20 @@ weight is downloaded.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import mlx.core as mx
 
 from ..driving.session import Session, SessionOptions
-from ..errors import RequestError, did_you_mean
+from ..errors import ModelFileError, MoefluxError, RequestError, did_you_mean
 from ..experts.keep_warm import MODES as KEEP_WARM
 from ..experts.routing import RoutedExpertsCall
 from ..experts.source import ExpertLoader
 from ..experts.tables import KEPT_BYTES
+from ..files import directory, user_path
+from ..formats.checkpoint import has_weights
 from ..kept.measured import TILE_MODES
 from ..kept.warm_start import MODES as WARM_START
 from ..model.decoder import Model
@@ -30,27 +32,20 @@ from ..ops.attend_span import WIDEST, span_refusal
 from ..ops.backend import computes_natively
 from ..ops.expert_rows import refusal
 from ..ops.linear import dequantises
-from ..packing.located import Located
+from ..packing.gguf_folder import describe, tokenizer_folder
+from ..packing.located import Located, not_packed_error, unfinished_error
 from ..planning.budget import Planner
 from ..planning.memory_plan import Demand, MemoryPlan
 from ..planning.wired import MODES as WIRED
-from ..spec import ModelArgs
+from ..spec import ModelArgs, variants
 from ..text.tokenizer import TokenizerWrapper
 from ..vision.pixels import IMAGE_ROWS
 from ..vision.vision import NoVision, VisionFiles, checked_rows
+from .remote import fetch, is_remote
 from .weights import ModelWeights
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-from dataclasses import replace
-
-from ..errors import ModelFileError, MoefluxError
-from ..files import directory, user_path
-from ..formats.checkpoint import has_weights
-from ..packing.gguf_folder import describe, tokenizer_folder
-from ..packing.located import not_packed_error, unfinished_error
-from ..spec import variants
-from .remote import fetch, is_remote
 
 
 def locate(

@@ -43,8 +43,7 @@ class Shapes:
     def of(cls, args: ModelArgs, layout: ExpertLayout, tensors: Iterable[str], dtype: mx.Dtype) -> "Shapes":
         """The shapes of a model whose resident tensors have these names."""
         stated = args.quantization or Quantization()
-        seconds = (".scales", f".{SUPERS}")
-        stored = {name.rpartition(".")[0] for name in tensors if name.endswith(seconds)}
+        stored = {name.rpartition(".")[0] for name in tensors if name.endswith((".scales", f".{SUPERS}"))}
         return cls(args, layout, {path: stated.of(path) for path in stored}, dtype)
 
     @classmethod

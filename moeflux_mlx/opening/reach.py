@@ -106,6 +106,9 @@ class Reach:
     Args:
         name: of the variant.
 
+    Attributes:
+        dense: bytes of all weights that a token reads besides routed experts; of the embedding it reads a row.
+
     Raises:
         RequestError: there is no such variant.
     """
@@ -114,24 +117,25 @@ class Reach:
         self.name, self.args = name, keeping(ModelArgs.from_variant(name), "auto", None)
         self.layout = ExpertLayout.from_args(self.args)
         with standing_in(backend="metal"):
-            self._dense = variant_bytes(self.args, DTYPE, of_token=True)
+            self.dense = variant_bytes(self.args, DTYPE, of_token=True)
             self._demand = LoadSettings().demand(self.args, variant_bytes(self.args, DTYPE), DTYPE)
 
     @cached_property
     def _launches(self) -> dict[str, int]:
         """Kernels of one token by part, in all of its layers."""
-        with standing_in(backend="metal"):
-            return _launches(self.name)
+        counts: dict[str, int] = {}
+        shapes = Shapes.of_variant(self.name, DTYPE)
+        with standing_in(backend="metal"), closing(launches_of(shapes, "metal", tokens=(1,))) as steps:
+            for step in steps:
+                if not step.is_special:
+                    visits = sum(map(self.args.passes_of, step.layers)) or 1
+                    counts[step.part] = counts.get(step.part, 0) + sum(step.runs.values()) * visits
+        return counts
 
     @property
     def routed(self) -> int:
         """Bytes of the experts that a token uses."""
         return self.layout.token_bytes(self.args)
-
-    @property
-    def dense(self) -> int:
-        """Bytes of all other weights that a token reads; of the embedding it reads a row."""
-        return self._dense
 
     @property
     def state(self) -> int:
@@ -200,15 +204,3 @@ class Reach:
         computed = self.operations(tokens) / mac.rate
         about = max(moved / BANDWIDTH_SHARE, computed / RATE_SHARE, read)
         return Speed.of(tokens, max(moved, computed, read), about)
-
-
-def _launches(name: str) -> dict[str, int]:
-    """Kernels of one token by part, in all of its layers."""
-    counts: dict[str, int] = {}
-    shapes = Shapes.of_variant(name, DTYPE)
-    with closing(launches_of(shapes, "metal", tokens=(1,))) as steps:
-        for step in steps:
-            if not step.is_special:
-                visits = sum(map(shapes.args.passes_of, step.layers)) or 1
-                counts[step.part] = counts.get(step.part, 0) + sum(step.runs.values()) * visits
-    return counts

@@ -160,11 +160,12 @@ def convert_with(settings: ConvertSettings) -> ConversionReport:
         plan = make_plan(checkpoint, read_args(checkpoint), wanted, folders, settings.layout == MLX)
         options = _asked(wanted, plan, folders, settings.layout)
         origin = {"hf_path": _whole(settings.hf_path), "delete_source": settings.delete_source}
-        output = Output(path, {"source": _digest(checkpoint, supply), "options": options}, origin)
+        stamps = None if supply is None else [shard.identity for shard in supply.listing.shards]
+        output = Output(path, {"source": checkpoint_digest(checkpoint, stamps), "options": options}, origin)
         if supply is None:
             _check_space(output, plan, folders)
         output.write_state()
-        given = output, plan, checkpoint, found, settings.progress or _ignore_progress
+        given = output, plan, checkpoint, found, settings.progress or (lambda done, total, name: None)
         kept, repaired = _at_once(*given) if supply is None else _by_shards(*given, supply)
     return ConversionReport(
         **vars(plan.outcome),
@@ -184,18 +185,9 @@ def _check_space(output: Output, plan: ConversionPlan, folders: Sequence[Path]) 
         check_space(folder, output.missing_bytes(_in_folder(plan, folder)))
 
 
-def _ignore_progress(done: int, total: int, name: str) -> None:
-    """A progress callback that does nothing."""
-
-
 def _whole(hf_path: str | Path) -> str:
     """A directory as an absolute path, or a repository's name."""
     return str(user_path(hf_path).absolute() if user_path(hf_path).exists() else hf_path)
-
-
-def _digest(checkpoint: Checkpoint, supply: Supply | None) -> str:
-    stamps = None if supply is None else [shard.identity for shard in supply.listing.shards]
-    return checkpoint_digest(checkpoint, stamps)
 
 
 def _check_also(path: Path, folders: Sequence[Path], is_here: bool) -> None:
@@ -242,8 +234,7 @@ def _at_once(
     report: ByteProgress,
 ) -> tuple[list[str], list[str]]:
     """File by file, from a complete checkpoint; returns as `_write`."""
-    meter = Meter(report, 0, plan.total_bytes)
-    kept, repaired = _write(output, plan, meter)
+    kept, repaired = _write(output, plan, Meter(report, 0, plan.total_bytes))
     _finish(output, plan, checkpoint, found)
     if plan.index is not None:
         output.close()
@@ -292,7 +283,7 @@ def _open(settings: ConvertSettings, path: Path) -> tuple[Supply | None, Checkpo
     """The checkpoint, what brings its shards if they come one by one, and its files before its headers were read."""
     source = find_supply(settings.hf_path, path, settings.revision, settings.delete_source, _check_config)
     if not isinstance(source, Path):
-        checkpoint = source.checkpoint()
+        checkpoint = source.listing.checkpoint(source.folder, source.small)
         return source, checkpoint, FoundFiles.of(checkpoint, with_weights=False)
     if Located(source).is_unfinished:
         raise ModelFileError(f"{source} is an unfinished conversion; give the checkpoint that it is made from")

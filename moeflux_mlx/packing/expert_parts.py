@@ -116,8 +116,7 @@ def _mode_of(scales: Tensor, bits: int, group_size: int) -> str:
     """The mode by its stored parts: only affine has float scales; the others have one width and one group."""
     others = (name for name, mode in MLX_MODES.items() if mode.scale != FLOAT)
     is_small = typed(scales, (*FLOATS, "U8")).dtype == "U8"
-    wanted = bits, group_size
-    found = (name for name in others if (MLX_MODES[name].bits, MLX_MODES[name].group_size) == wanted)
+    found = (name for name in others if (MLX_MODES[name].bits, MLX_MODES[name].group_size) == (bits, group_size))
     return next(found, "mxfp4") if is_small else "affine"
 
 

@@ -173,12 +173,8 @@ def _spreads(file: LayerFile, count: int) -> tuple[Spread, ...]:
     spreads = []
     for field, *tensors in zip(file.geometry.fields, *known, strict=True):
         assert all(tensor.nbytes == field.size for tensor in tensors), field.name
-        spreads.append(_single(field, tensors) if one_by_one else _stacked(field, tensors, count))
+        spreads.append(_spread(tensors, field.size, field) if one_by_one else _stacked(field, tensors, count))
     return tuple(spreads)
-
-
-def _single(field: Field, tensors: Sequence[Tensor]) -> Spread:
-    return Spread(tuple(t.file for t in tensors), tuple(t.offset for t in tensors), field.size, field.offset)
 
 
 def _stacked(field: Field, tensors: Sequence[Tensor], count: int) -> Spread:
@@ -195,8 +191,7 @@ def _tensors(file: LayerFile, expert: int) -> list[Tensor]:
         ModelFileError: a factor beside them is not 1.
     """
     tensors: list[Tensor] = []
-    geometry = file.geometry
-    for one, projection in zip(file.experts.parts(expert), geometry.projections, strict=True):
+    for one, projection in zip(file.experts.parts(expert), file.geometry.projections, strict=True):
         one.check()
         part, matrix = one.in_place, one.matrix
         wanted = [field.dtype for field in projection.fields]

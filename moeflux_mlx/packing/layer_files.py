@@ -148,15 +148,12 @@ class PackedLayerFile:
     def record(self, expert: int) -> bytearray:
         """One expert's, with what fills its stride."""
         record = read_bytes(self.file, self.source.start(self.layer, expert), self.geometry.size)
-        self._check_scales(record, expert)
-        return record + bytes(self.geometry.stride - len(record))
-
-    def _check_scales(self, record: bytearray, expert: int) -> None:
         fault = not_finite(self.geometry, np.frombuffer(record, np.uint8)[None])
         if fault is not None:
             raise ModelFileError(
                 f"{self.file}: {fault[1].name} of expert {expert} holds NaN or infinite values; download it again"
             )
+        return record + bytes(self.geometry.stride - len(record))
 
 
 class StripedLayerFile:

@@ -149,8 +149,7 @@ def unfinished_error(path: Path) -> NotPackedError:
     Raises:
         ModelFileError: its state file cannot be read.
     """
-    state = read_json(path / STATE)
-    origin = state.get("origin")
+    origin = read_json(path / STATE).get("origin")
     hf_path = origin.get("hf_path") if isinstance(origin, dict) else None
     of = f" of {hf_path}" if isinstance(hf_path, str) and hf_path.isprintable() else ""  # the file is not trusted
     return NotPackedError(f"{path} holds an unfinished conversion{of}; run the command that began it again")

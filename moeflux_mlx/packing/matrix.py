@@ -101,8 +101,7 @@ class Matrix:
 
     def _dequantized(self) -> mx.array:
         assert self.quant is not None
-        kind = self.quant
-        return finite(self.weight, unpacked_float32(kind, *self.codes()))
+        return finite(self.weight, unpacked_float32(self.quant, *self.codes()))
 
     def _from_fp8(self, start: int, stop: int) -> mx.array:
         """codes * scale of their block, in float32; the last block of an axis may be partial."""

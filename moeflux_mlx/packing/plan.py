@@ -195,11 +195,6 @@ def _hashes(layer: int, part: NGrams, tensors: Mapping[str, Tensor]) -> Iterator
         yield tensor
 
 
-def table_files(tables: list[Table]) -> list[TensorFile]:
-    """The files that hold the rows of all tables."""
-    return in_files([shard for table in tables for shard in table.shards], "tables", TableFile)
-
-
 @dataclass(frozen=True)
 class Fallback:
     """A matrix whose columns do not suit the form `named` by a recipe, and which is stored in `made`."""
@@ -321,7 +316,7 @@ def make_plan(
         return ConversionPlan(layout, tuple(mlx.files), mlx.quantization, outcome, rounds, index=mlx.index())
     units: tuple[Unit, ...] = (
         *resident.files(),
-        *(table_files(tables) if tables else ()),
+        *(in_files([shard for table in tables for shard in table.shards], "tables", TableFile) if tables else ()),
         *aside_files(checkpoint.tensors.values(), args.num_hidden_layers),
         *_experts_files(layers, also),
     )

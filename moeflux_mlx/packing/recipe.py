@@ -91,8 +91,7 @@ class Recipe:
             raise ConfigError(f"there is no recipe {given}; give {', '.join(RECIPES)}, or the path of a JSON file")
         if path.stat().st_size > MOST_BYTES:
             raise ConfigError(f"{path} has {path.stat().st_size} bytes; a recipe has at most {MOST_BYTES}")
-        content = read_json(path)
-        return cls.from_json(content, path.stem, str(path))
+        return cls.from_json(read_json(path), path.stem, str(path))
 
     @classmethod
     def from_json(cls, content: JsonObject, name: str, where: str) -> "Recipe":
@@ -162,8 +161,7 @@ class Recipe:
 
     def of_matrix(self, args: ModelArgs, path: str) -> QuantChoice:
         """The form of a resident matrix, by its module path in a model."""
-        layer = layer_of(path)
-        return self.form(part_of(args, path), layer, args.num_hidden_layers)
+        return self.form(part_of(args, path), layer_of(path), args.num_hidden_layers)
 
     def of_experts(self, args: ModelArgs, layer: int) -> Quants:
         """The forms of the matrices of the experts of a record set, fitted to their columns.

@@ -214,6 +214,4 @@ class MatrixSource:
             if self.one_scale:
                 return weight, scales, third[0].reshape(-1)[:1]
             return weight, scales, *(mx.broadcast_to(part, (*self.matrix.shape[:-1], part.shape[-1])) for part in third)
-        values = self.matrix.values()
-        kept = DTYPES[self.dense]
-        return (finite(self.matrix.weight, values.astype(kept)),)
+        return (finite(self.matrix.weight, self.matrix.values().astype(DTYPES[self.dense])),)

@@ -89,6 +89,11 @@ class Listing:
             pass
         raise ModelFileError(f"{path / SHARDS} is damaged; {begin_again(path, alone)}")
 
+    def checkpoint(self, folder: Path, small: Path) -> Checkpoint:
+        """The checkpoint with its shards in `folder`, where they need not be, and its other files in `small`."""
+        tensors = merge_tensors(shard.tensors(folder) for shard in self.shards)
+        return Checkpoint(small, read_config(small), tensors, tuple(folder / shard.name for shard in self.shards))
+
     def write(self, output: Output) -> None:
         output.put(SHARDS, json.dumps(asdict(self)).encode())
 
@@ -213,11 +218,6 @@ class Downloads:
         )
         return Listing(tuple(shards), self.repository.commit)
 
-    def checkpoint(self) -> Checkpoint:
-        tensors = merge_tensors(shard.tensors(self.folder) for shard in self.listing.shards)
-        files = tuple(self.folder / shard.name for shard in self.listing.shards)
-        return Checkpoint(self.small, read_config(self.small), tensors, files)
-
     def bring(self, name: str, advance: Callable[[int], None]) -> None:
         self.folder.mkdir(exist_ok=True)
         self.repository.download(name, self.folder, advance)
@@ -248,7 +248,7 @@ class OwnFiles:
                 f"{folder} is a link to {folder.resolve()}; --delete-source deletes only what lies in the directory "
                 "that it is given: give that one, or leave --delete-source out"
             )
-        self.folder = folder
+        self.folder = self.small = folder
         self.listing = listing or Listing(tuple(map(_shard, safetensors_files(folder))))
         for name in self.present():
             why = self._why_kept(name)
@@ -267,11 +267,6 @@ class OwnFiles:
     def _is_same(self, name: str, status: os.stat_result) -> bool:
         wanted = next(shard for shard in self.listing.shards if shard.name == name)
         return (status.st_size, str(status.st_mtime_ns)) == (wanted.size, wanted.stamp)
-
-    def checkpoint(self) -> Checkpoint:
-        tensors = merge_tensors(shard.tensors(self.folder) for shard in self.listing.shards)
-        files = tuple(self.folder / shard.name for shard in self.listing.shards)
-        return Checkpoint(self.folder, read_config(self.folder), tensors, files)
 
     def bring(self, name: str, advance: Callable[[int], None]) -> None:
         if name not in self.present():
@@ -303,7 +298,7 @@ def _shard(file: Path) -> Shard:
     return Shard(file.name, status.st_size, str(status.st_mtime_ns), read_head(file).decode("utf-8", "replace"))
 
 
-# The shards of a checkpoint, in the order of their names. `bring` makes one readable, `check` raises if it has changed
-# since, `let_go` says that it has been packed; `present` are those that need no bringing. With `takes_disk`, a shard
-# takes disk space of its own from `bring` to `let_go`.
+# The shards of a checkpoint, in the order of their names, in `folder`, and its other files in `small`. `bring` makes a
+# shard readable, `check` raises if it has changed since, `let_go` says that it has been packed; `present` are those
+# that need no bringing. With `takes_disk`, a shard takes disk space of its own from `bring` to `let_go`.
 Supply = Downloads | OwnFiles

@@ -91,7 +91,8 @@ def _device_figures() -> Figures:
         return min([Figures(usable_ram_bytes()), *limited_address_space()], key=lambda figures: figures.memory)
     info = mx.device_info()
     if backend.name() == "cuda":
-        free, host = int(info["free_memory"]), min(usable_ram_bytes(), available_ram_bytes())
+        available = numbers_in(Path("/proc/meminfo"))["MemAvailable:"] * 1024  # without what other programs use now
+        free, host = int(info["free_memory"]), min(usable_ram_bytes(), available)
         return Figures(free, name="free GPU memory", copies=True, others=mx.get_active_memory(), host=host)
     working_set, buffer = int(info["max_recommended_working_set_size"]), int(info["max_buffer_length"])
     operations = gpu_time.SECONDS * gpu_time.rate(str(info["device_name"]))
@@ -139,11 +140,6 @@ def activation_bits(asked: int | str, dtype: mx.Dtype | None) -> int:
 def usable_ram_bytes() -> int:
     """Physical memory, or the limit of this process's control group where that is smaller."""
     return min([physical_ram_bytes(), *group_limits()])
-
-
-def available_ram_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """The memory that Linux can hand out without swapping: what other programs use now is not in it."""
-    return numbers_in(meminfo)["MemAvailable:"] * 1024
 
 
 def numbers_in(file: Path) -> dict[str, int]:

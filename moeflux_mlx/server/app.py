@@ -32,7 +32,7 @@ from .faults import report
 from .guard import BodyError, Guard, Rules
 from .live import EVERY, Watch
 from .prepare import Preparer
-from .reply import EVENTS, Choice, Events, EventStream, Served, client_of, unless_gone, whole
+from .reply import EVENTS, Choice, Events, EventStream, Served, client_of, collect, unless_gone, until_gone
 from .request import Failed, Finish, Request, ServerEvent
 from .wire import chat, completions, embeddings, messages, ollama
 from .wire.embeddings import EmbeddingRequest
@@ -149,7 +149,7 @@ async def _change(served: Served, http: HttpRequest, asked: Request) -> None:
 async def _whole(
     wire: Wire, http: HttpRequest, asked: Request, events: Events, over: Callable[[Choice], None]
 ) -> Response:
-    collected = await whole(events, http.receive)
+    collected = await until_gone(http.receive, collect(events), events.cancel)
     last = events.last
     if collected is None or last is None:
         return await _left()

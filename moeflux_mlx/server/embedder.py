@@ -161,7 +161,7 @@ class Embedder:
             if len(given) > MOST_CHARS * self.limit and not truncate:
                 message = f"{where} has {len(given)} characters and this embedding model takes {self.limit} tokens"
                 raise BadRequestError(f"{message}; shorten it", "input")
-            ids = self._encoded(given[: MOST_CHARS * self.limit])
+            ids = self._tokenizer.encode(given[: MOST_CHARS * self.limit]).ids
         else:
             ids = given
             if max(given) >= (size := self._tokenizer.get_vocab_size()):
@@ -174,9 +174,6 @@ class Embedder:
             )
         added = self._tokenizer.num_special_tokens_to_add(False) if isinstance(given, str) else 0
         return [*ids[: self.limit - 1], ids[-1]] if added else ids[: self.limit]
-
-    def _encoded(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
 
     @property
     def _pad(self) -> int:

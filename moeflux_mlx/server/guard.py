@@ -74,9 +74,8 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = _headers(scope)
-        origin = headers.get("origin")
-        allowed = self._cors(origin, headers.get("access-control-request-headers", ""))
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        allowed = self._cors(headers.get("origin"), headers.get("access-control-request-headers", ""))
         send = _with_headers(send, allowed)
         refused = self._refusal(scope, headers, allowed)
         if refused is not None:
@@ -184,10 +183,6 @@ class _Body:
         if self.size > most:
             raise BodyError(413, f"the body is too large; at most {most} bytes")
         return message
-
-
-def _headers(scope: Scope) -> dict[str, str]:
-    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 def _name(host: str) -> str:

@@ -197,12 +197,8 @@ class EventStream:
                 yield b"".join(pieces)
 
 
-async def whole(events: Events, receive: Receive) -> dict[Choice, list[ServerEvent]] | None:
-    """All events of each choice; None if the client disconnects before the last one."""
-    return await until_gone(receive, _collect(events), events.cancel)
-
-
-async def _collect(events: Events) -> dict[Choice, list[ServerEvent]]:
+async def collect(events: Events) -> dict[Choice, list[ServerEvent]]:
+    """All events of each choice."""
     collected: dict[Choice, list[ServerEvent]] = {choice: [] for choice in events.choices}
     while events.last is None:
         if (got := await events.next(None)) is not None:

@@ -190,9 +190,11 @@ class Running:
             self._kept = self._sessions.hold(self.answer.session, prepared.request.session)
         else:
             self._kept = self._sessions.take(prepared.tokens, prepared.request.session)
-            sampling, given = self._sampling(self._kept.session.tokenizer), {"max_tokens": prepared.max_tokens}
             self.answer = self._kept.session.answer(
-                prepared.tokens, boundaries=prepared.boundaries, **given, **sampling
+                prepared.tokens,
+                boundaries=prepared.boundaries,
+                max_tokens=prepared.max_tokens,
+                **self._sampling(self._kept.session.tokenizer),
             )
             self.answer.keeps_end = shared is not None and shared.waiting > 0 and self.answer.shares_steps
         session = self._kept.session

@@ -7,22 +7,15 @@ merge wherever their bytes together are a token, the one of the lowest rank firs
 cut a token into two.
 """
 
+import base64
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import TokenizerError
-from ..files import JsonObject
-
-if TYPE_CHECKING:
-    from tokenizers import AddedToken, Tokenizer
-import base64
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from ..files import JsonValue
+from ..files import JsonObject, JsonValue
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer

@@ -125,7 +125,7 @@ class MessageChannels(Channels):
         return max(prompt.rfind(self.header, 0, at + len(self.header)), 0)
 
     def visible(self, opened: str, raw: str) -> str | None:
-        if not raw.startswith(self.start):
+        if opened != self.start and not raw.startswith(self.start):
             return opened + raw
         _, ended, rest = raw.partition(self.end)
         return rest if ended else None
@@ -202,7 +202,7 @@ THOUGHT, RESPONSE = span("think"), span("response")
 
 
 @dataclass(frozen=True)
-class Spans(Channels):
+class Spans(MessageChannels):
     """Reasoning in a span, and text in another one. The beginning of the latter is part of `end`; a prompt ends with
     the beginning of either.
     """
@@ -220,12 +220,6 @@ class Spans(Channels):
             if prompt[:at].endswith(opened):
                 return at - len(opened)
         return at
-
-    def visible(self, opened: str, raw: str) -> str | None:
-        if opened != self.start and not raw.startswith(self.start):
-            return opened + raw
-        _, ended, rest = raw.partition(self.end)
-        return rest if ended else None
 
 
 # <|open|>think<|sep|>TEXT<|close|>think<|sep|><|open|>response<|sep|>TEXT<|close|>response<|sep|>: Kimi K3.

@@ -199,7 +199,7 @@ def make_environment() -> "Environment":
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     environment.globals["dict"] = _Dict()
     environment.globals["namespace"] = _namespace()
     return environment
@@ -267,10 +267,6 @@ def _to_json(
 ) -> str:
     # Jinja's own filter escapes <, >, & and ' for HTML, which would change the prompt.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _raise_exception(message: str) -> None:

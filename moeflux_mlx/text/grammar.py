@@ -79,7 +79,7 @@ def calls_grammar(
         lead: text between free text and such JSON; with it, free text may also precede a call.
     """
     schemas: list[str] = []
-    calls = [_call(function, dialect, schemas) for function in _functions(tools)]
+    calls = [_call(tool.get("function") or tool, dialect, schemas) for tool in tools]
     opening = quoted(dialect.opening)
     rules = [f"call: {' | '.join(f'call_{n}' for n in range(len(calls)))}"]
     rules += [f"call_{n}: {call}" for n, call in enumerate(calls)]
@@ -126,11 +126,6 @@ def parameters_of(tool: JsonObject) -> Schema:
 def json_schema(schema: Schema | bool) -> str:
     """The schema as JSON text on one line, with our options instead of its own."""
     return json.dumps({**(ANY_OBJECT if isinstance(schema, bool) else _rewritten(schema)), "x-guidance": OPTIONS})
-
-
-def _functions(tools: Tools) -> Iterator[JsonObject]:
-    for tool in tools:
-        yield tool.get("function") or tool
 
 
 def _led(lead: str) -> str:

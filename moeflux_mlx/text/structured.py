@@ -39,7 +39,8 @@ class Constrainer:
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, markers: Set[str] = CALL_MARKERS):
-        _check_installed()
+        if not is_installed():
+            raise RequestError(f"structured output needs llguidance; run: {install_command('structured')}")
         from llguidance import LLTokenizer
         from llguidance import TokenizerWrapper as Adapter
 
@@ -227,11 +228,6 @@ def is_installed() -> bool:
     from importlib.util import find_spec
 
     return find_spec("llguidance") is not None
-
-
-def _check_installed() -> None:
-    if not is_installed():
-        raise RequestError(f"structured output needs llguidance; run: {install_command('structured')}")
 
 
 def _line(message: str) -> str:

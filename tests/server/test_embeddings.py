@@ -120,7 +120,7 @@ def test_forms_of_inputs_and_vectors(live, client, monkeypatch):
     bytes_of = live.post("/v1/embeddings", {"input": TEXTS, "encoding_format": "base64"})["data"]
     packed = [np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in bytes_of]
     assert np.array_equal(packed, np.array([one.embedding for one in plain], np.float32))
-    ids = [live.served.embedder._encoded(text) for text in TEXTS]
+    ids = [live.served.embedder._tokenizer.encode(text).ids for text in TEXTS]
     by_ids = client.embeddings.create(model="m", input=ids, encoding_format="float").data
     assert [one.embedding for one in by_ids] == [one.embedding for one in plain]
     (one,) = client.embeddings.create(model="m", input=ids[1], encoding_format="float").data

@@ -66,8 +66,7 @@ def _messages(fields: Body) -> list[Message]:
 def _message(item: Body) -> Message:
     role = item.required_text("role")
     if role in ("system", "developer"):
-        text = parts.system_text(texts(item, "content"))
-        return {"role": "system", "content": text}
+        return {"role": "system", "content": parts.system_text(texts(item, "content"))}
     if role == "user":
         return {"role": "user", "content": text_of(item, "content")}
     if role == "assistant":

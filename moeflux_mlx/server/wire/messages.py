@@ -99,10 +99,6 @@ def _message(item: Body) -> list[Message]:
     raise item.wrong("role", "user, assistant or system")
 
 
-def _passed_over(part: Body) -> None:
-    return None
-
-
 def _others(item: Body) -> JsonDict:
     """Readers of the blocks that are left out, such as results of a server's tools."""
     value = item.get("content")
@@ -110,7 +106,7 @@ def _others(item: Body) -> JsonDict:
         [part.get("type") for part in value if isinstance(part, Mapping)] if isinstance(value, (list, tuple)) else []
     )
     results = (kind for kind in kinds if isinstance(kind, str) and kind.endswith("_tool_result"))
-    return dict.fromkeys([*_DROPPED, *results], _passed_over)
+    return dict.fromkeys([*_DROPPED, *results], lambda part: None)
 
 
 class _User:

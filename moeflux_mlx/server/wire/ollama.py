@@ -14,7 +14,7 @@ import numpy as np
 
 from ...errors import BadRequestError
 from ...files import JsonDict, JsonObject, JsonValue
-from ..request import Finish, Request, ServerEvent, TokenLogprob
+from ..request import Request, ServerEvent, TokenLogprob
 from . import chat, completions, embeddings, settings
 from .answer import Block, BlockStep, WireAnswer
 from .embeddings import EmbeddingRequest
@@ -198,18 +198,19 @@ def _called(block: Block, ids: Ids) -> JsonDict:
 
 def _end(answer: WireAnswer) -> JsonDict:
     """The fields of the last line; durations are nanoseconds."""
-    finish = answer.finish
+    finish, reason = answer.finish, answer.reason()
     assert finish is not None
-    reason = answer.reason()
-    ended = "stop" if reason in ("stop_sequence", "tool_calls") else reason
-    return {"done": True, "done_reason": ended, **_durations(finish)}
-
-
-def _durations(finish: Finish) -> JsonDict:
-    prompt, answer = round(1e9 * finish.prompt_seconds), round(1e9 * finish.completion_seconds)
-    counts = {"prompt_eval_count": finish.prompt_tokens, "eval_count": finish.completion_tokens}
-    times = {"load_duration": 0, "prompt_eval_duration": prompt, "eval_duration": answer}
-    return {"total_duration": prompt + answer, **times, **counts}
+    prompt, completion = round(1e9 * finish.prompt_seconds), round(1e9 * finish.completion_seconds)
+    return {
+        "done": True,
+        "done_reason": "stop" if reason in ("stop_sequence", "tool_calls") else reason,
+        "total_duration": prompt + completion,
+        "load_duration": 0,
+        "prompt_eval_duration": prompt,
+        "eval_duration": completion,
+        "prompt_eval_count": finish.prompt_tokens,
+        "eval_count": finish.completion_tokens,
+    }
 
 
 def read_embed(body: JsonObject) -> EmbeddingRequest:
@@ -230,12 +231,12 @@ def moment(seconds: float) -> str:
 
 def tags(models: Sequence[JsonObject]) -> JsonDict:
     """/api/tags, of the objects of /v1/models."""
-    return {"models": [_tag(model) for model in models]}
-
-
-def _tag(model: JsonObject) -> JsonDict:
-    named = {"name": model["id"], "model": model["id"], "modified_at": model["created_at"]}
-    return {**named, "size": 0, "digest": "", "details": DETAILS}
+    fixed = {"size": 0, "digest": "", "details": DETAILS}
+    return {
+        "models": [
+            {"name": model["id"], "model": model["id"], "modified_at": model["created_at"], **fixed} for model in models
+        ]
+    }
 
 
 def asked_model(body: JsonObject) -> str:

@@ -223,8 +223,7 @@ class _Turns:
             turn, text = self._turn(), text_of(item, "content")
             turn["content"] = "\n".join(part for part in (turn["content"], text) if part)
         elif role in ("system", "developer"):
-            text = parts.system_text(texts(item, "content"))
-            self._messages.append({"role": "system", "content": text})
+            self._messages.append({"role": "system", "content": parts.system_text(texts(item, "content"))})
         elif role == "user":
             self._messages.append({"role": "user", "content": text_of(item, "content")})
         else:

@@ -33,7 +33,7 @@ def parse(data: bytes) -> JsonDict:
     except RecursionError:
         raise too_deep() from None
     except ValueError as error:
-        raise BadRequestError(f"the body is not JSON: {_line(error)}") from error
+        raise BadRequestError(f"the body is not JSON: {' '.join(str(error).split())}") from error
     check(body)
     return dict(body)
 
@@ -84,10 +84,6 @@ def wrong(name: str, value: object, wanted: str) -> BadRequestError:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 _short = reprlib.Repr()
@@ -326,14 +322,9 @@ def thinking(body: Body, variables: JsonObject) -> bool | None:
     given = body.get("thinking")
     if isinstance(given, bool):
         return given
-    by_kind = thinking_kind(body)
+    fields = body.object("thinking")  # types other than these two leave it to the model
+    by_kind = {"enabled": True, "disabled": False}.get(fields.text("type") or "") if fields else None
     return thinking_effort(effort(body, "reasoning_effort")) if by_kind is None else by_kind
-
-
-def thinking_kind(body: Body) -> bool | None:
-    """Reads {"type": "enabled" or "disabled"}; other types leave it to the model."""
-    fields = body.object("thinking")
-    return {"enabled": True, "disabled": False}.get(fields.text("type") or "") if fields else None
 
 
 def effort(fields: Body | None, key: str) -> str | None:

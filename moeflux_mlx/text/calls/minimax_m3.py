@@ -129,7 +129,7 @@ def _members(tag: str, name: str, shape: ValueShape, write: Write, is_list: bool
     while name != f"/{tag}":
         if name.startswith("/") or shape.depth == MAX_NESTED:
             raise Malformed("")
-        own = write if is_list or name not in given else _nowhere  # the first value counts
+        own = write if is_list or name not in given else lambda piece: None  # the first value counts
         own((", " if given else "") + ("" if is_list else json.dumps(name, ensure_ascii=False) + ": "))
         given.add(name)
         following = {f"/{tag}"} if is_list else {f"/{tag}", *shape.keys - given}
@@ -138,10 +138,6 @@ def _members(tag: str, name: str, shape: ValueShape, write: Write, is_list: bool
             yield from literal([TAG], (yield from skip_space()))
             name = yield from until(">")
     write(closing)
-
-
-def _nowhere(_piece: str) -> None:
-    pass
 
 
 def _read(tag: str, shape: ValueShape, write: Write, following: Set[str]) -> Parsing[str]:

@@ -16,7 +16,6 @@ LongCat).
 
 from dataclasses import replace
 
-from . import json_form
 from .dialect import MAX_NAME, Call, CallBody, Dialect, Malformed, Parsing, Tags, literal, skip_space, until_one
 from .json_form import END, qwen_json, without_arguments
 from .tagged import parameters
@@ -33,7 +32,7 @@ def tool_call(call: Call) -> Parsing[str]:
     """Parses the text after `<tool_call>`: JSON, tags, or the name of a tool and its arguments in pairs, if any."""
     char = yield from skip_space()
     if char == "{":
-        return (yield from json_form.qwen_json(call))
+        return (yield from qwen_json(call))
     if char == "<":
         yield from literal([FUNCTION], char)
         return (yield from function(call))
