@@ -38,7 +38,7 @@ def activate(
         return compute(_activated, activation, squashed)(gate, up, *more)
     rows = [np.ascontiguousarray(a).reshape(-1, a.shape[-1]) for a in (gate, up)]
     act: np.ndarray = native.activate(rows[0], rows[1], activation).reshape(gate.shape)
-    return _scaled(act, scale, squashed)
+    return weighted(act, scale, squashed)
 
 
 def _are_prompts(rows: int) -> bool:
@@ -55,10 +55,11 @@ def _joined(compute: Callable[..., mx.array], *given: Hashable) -> Callable[...,
 def _activated(
     activation: Activation, squashed: bool, gate: mx.array, up: mx.array, scale: mx.array | None = None
 ) -> mx.array:
-    return _scaled(_of_form(activation, gate, up), scale, squashed)
+    return weighted(_of_form(activation, gate, up), scale, squashed)
 
 
-def _scaled(act: Array, scale: Array | None, squashed: bool) -> Array:
+def weighted(act: Array, scale: Array | None, squashed: bool) -> Array:
+    """act times `scale` [..., 1], or times its sigmoid if that is `squashed`, in act's dtype; act without a scale."""
     if scale is None:
         return act
     made: Array = (act * (sigmoid(scale) if squashed else scale)).astype(act.dtype)

@@ -19,7 +19,7 @@ from ..kinds import FORMS, SILU, Activation, Router
 from . import backend, native
 from .backend import AnyArray, Array, view
 from .combine import RowNorm, combine_types, combined, moe_combine_ops
-from .elementwise import activate, sigmoid
+from .elementwise import activate, weighted
 from .forms import DTYPES, Form, form_of, matmul_float32
 from .launch import (
     LEAST_ELEMENTS,
@@ -84,8 +84,7 @@ class Shared:
         if act is None:
             output: Array = self.layer(x, scale, residual=residual, squashed=True)
             return output
-        act = act if scale is None else (act * sigmoid(scale)).astype(act.dtype)
-        return linear(act, self.down, residual=residual)
+        return linear(weighted(act, scale, squashed=True), self.down, residual=residual)
 
     def _act(self, x: AnyArray) -> AnyArray:
         """The activation of gate x and up x, [T, I], in one launch; None if MLX multiplies."""

@@ -156,8 +156,8 @@ def blocks_of(variant, waits, target="metal"):
         demand = Demand(0, itemsize=2, dense=2 * layer_values(args), on_units=units, fused=units)
         plan = activation_bytes(args, shapes.layout, demand, 8192, PromptSizes(TOKENS, TOKENS))
         titles = {mixer.title for mixer in args.mixers}
-        for title, _, run, is_special in launches._parts(shapes):
-            if title not in titles or is_special:
+        for title, _, run, only in launches._parts(shapes):
+            if title not in titles or only:
                 continue
             noted = Noted(CODE, NO_KERNELS)
             with noted.listening():

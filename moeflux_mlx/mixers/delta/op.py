@@ -321,9 +321,10 @@ def _many_on_kernels(
     """`delta` for several tokens of one sequence: [1, L, value width]."""
     L = qkv.shape[1]
     conv, recurrent = _begun(state, qkv.dtype, sizes)
-    where: list[Columns | None] = [None] * len(PARTS[:-1])
+    parts = qkv, z, b, a
+    where: list[Columns | None] = [None] * len(parts)
     if joined is not None:
-        where = [(piece, joined.shape[-1]) for piece in in_turn(joined, qkv, z, b, a)]
+        where = [(piece, joined.shape[-1]) for piece in in_turn(joined, *parts)]
     qkv, conv = conv_silu(qkv, conv, w.conv, where[0])
     given = qkv, a, b, w.A_log, w.dt_bias, recurrent, sizes.key_heads, sizes.channel_decay
     out, recurrent = gated_delta(*given) if L <= MAX_TOKENS else gated_delta_tokens(*given, where[3], where[2])
