@@ -32,7 +32,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from make_random_model import config_of
-from measuring import print_table, quartiles, random_prompt, spread, turns
+from measuring import print_table, quartiles, random_prompt, rounds_within, spread, turns
 from mlx.utils import tree_flatten, tree_unflatten
 
 from moeflux_mlx.driving.generation import generate_step
@@ -44,17 +44,16 @@ from moeflux_mlx.kept.measured import choose_tiles
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.tables import Tables
-from moeflux_mlx.model.tensors import layer_values, variant_bytes
+from moeflux_mlx.model.tensors import variant_bytes
 from moeflux_mlx.opening.kernel_cache import compiling
 from moeflux_mlx.opening.load_settings import LoadSettings
 from moeflux_mlx.opening.random_weights import Shapes, random_experts, random_parts, randomise
-from moeflux_mlx.ops.linear import dequantises
 from moeflux_mlx.ops.tiles import CODE, Tiles
 from moeflux_mlx.planning.budget import plan_memory
 from moeflux_mlx.planning.machine import Figures, default_dtype, machine_figures
 from moeflux_mlx.planning.memory_plan import MemoryPlan
 from moeflux_mlx.planning.settings import configure_mlx
-from moeflux_mlx.quant import Quant
+from moeflux_mlx.quant import Quant, Quantization
 from moeflux_mlx.spec import ModelArgs, variants
 
 WARMUP = 16  # tokens after a prompt that do not count
@@ -232,10 +231,10 @@ class Runner:
 
 def planned(args: ModelArgs, figures: Figures, tokens: int, **sizes: Any) -> MemoryPlan:
     """Returns the memory plan for `tokens` tokens with every expert in memory, and quantised matrices."""
+    quantised = replace(args, quantization=args.quantization or Quantization())
     demand = LoadSettings(context=tokens, expert_io="mmap", **sizes).demand(
-        args, variant_bytes(args, default_dtype()), default_dtype()
+        quantised, variant_bytes(args, default_dtype()), default_dtype()
     )
-    demand = replace(demand, dense=default_dtype().size * layer_values(args) if dequantises() else 0)
     return plan_memory(args, ExpertLayout.from_args(args), figures, demand)
 
 
@@ -248,17 +247,13 @@ def planned_arrays(args: ModelArgs, figures: Figures, tokens: int, sizes: Prompt
 def measure(runners: dict[str, Runner], length: int, options: argparse.Namespace) -> dict[str, list[dict]]:
     """Returns the results of every round by name. One round before them does not count."""
     runs: dict[str, list[dict]] = {name: [] for name in runners}
-    begin = 0.0
-    for i in range(-1, options.rounds):
-        begin = time.perf_counter() if i <= 0 else begin
+    for i in rounds_within(options.rounds, options.seconds):
         prompt = random_prompt(runners["ours"].model, length, seed=i + 1)
         for name in turns(list(runners), i):
             run = runners[name].run(prompt, options.tokens)
             runs[name] += [run] if i >= 0 else []
             rates = f"prompt {run['prompt']:.1f}, decode {run['decode']:.2f} tokens/s"
             print(f"{length} tokens, {name}: {rates}" + ("" if i >= 0 else " (warm-up)"), flush=True)
-        if i >= 0 and time.perf_counter() - begin > options.seconds:
-            break
     return runs
 
 

@@ -17,14 +17,13 @@ import argparse
 import copy
 import importlib
 import json
-import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from bench_decode import WARMUP, Runner, add_variant, ours, planned, planned_arrays, theirs, variant_config
-from measuring import print_table, quartiles, random_prompt, shown, turns
+from measuring import print_table, quartiles, random_prompt, rounds_within, shown, turns
 
 from moeflux_mlx.driving.generation import generate_step
 from moeflux_mlx.formats.record import ExpertLayout
@@ -95,17 +94,13 @@ def measure(runners: dict[str, Runner], length: int, options: argparse.Namespace
     `WARM`.
     """
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
-    begin = 0.0
-    for i in range(-1, options.rounds):
-        begin = time.perf_counter() if i <= 0 else begin
+    for i in rounds_within(options.rounds, options.seconds):
         whole = length if i >= 0 else min(length, WARM)
         tokens = random_prompt(next(iter(runners.values())).model, whole + max(options.prompts), seed=i + 1)
         for name in turns(list(runners), i):
             runs = one_round(runners[name], tokens, whole, options)
             rounds[name] += runs if i >= 0 else []
             print(f"{length} tokens, {name}: {runs[-1]}" + ("" if i >= 0 else " (warm-up)"), flush=True)
-        if i >= 0 and time.perf_counter() - begin > options.seconds:
-            break
     rows = []
     for name, runs in rounds.items():
         row: dict[str, Any] = {"length": length, "model": name}

@@ -5,7 +5,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,16 @@ def random_prompt(model: Model, tokens: int, seed: int) -> list[int]:
 def turns(cases: list, i: int) -> list:
     """Returns the cases in the order of round `i`."""
     return cases[i % len(cases) :] + cases[: i % len(cases)]
+
+
+def rounds_within(count: int, seconds: float) -> Iterator[int]:
+    """Yields -1, for a round that does not count, then up to `count` numbers of rounds, but none after the seconds."""
+    yield -1
+    begin = time.perf_counter()
+    for i in range(count):
+        yield i
+        if time.perf_counter() - begin > seconds:
+            break
 
 
 def in_turns(cases: Mapping[str, Callable[[int], Any]], rounds: int) -> dict[str, list]:
